@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from aiohttp import web
 
 from edge_http.metrics import EdgeMetrics
-from edge_http.resume.kept_answers import KeptAnswer, KeptAnswers
+from edge_http.resume.idempotent_answers import IdempotentAnswer, IdempotentAnswers
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.resumable_stream import ResumableStream
@@ -32,6 +32,7 @@ from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.access.caller_access import check_models, usable
 from kvloom_common.callers import Callers
 from kvloom_common.config import EdgeConfig
+from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.records import MetricsTarget
 from kvloom_common.limits.byte_budget import ByteBudget, memory_error
 from kvloom_common.limits.keyed_counts import KeyedCounts
@@ -39,7 +40,6 @@ from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.model_routes import NO_ROUTES, Feature, ModelRoutes
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
-from kvloom_common.usage_witness import UsageWitness
 
 GENERATE: Final = "generate"
 EMBED: Final = "embed"
@@ -103,7 +103,7 @@ class Edge:
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
         self.fields = UnknownFields(self.metrics.on_ignored_field, refuses_all=config.strict_fields)
         self.resume = ResumeTable(config.resume, self.metrics)
-        self.kept_answers = KeptAnswers(config.resume)
+        self.idempotent_answers = IdempotentAnswers(config.resume)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
@@ -139,7 +139,7 @@ class Edge:
         self._num_running_by_caller = KeyedCounts[str]()
         self.usage: TenantUsage | None = None
         """None without tenants."""
-        self.witness: UsageWitness | None = None
+        self.witness: DeliveryLog | None = None
         """None: nobody compares what is metered with what is delivered."""
         self._remote_responses: RemoteResponses = NoRemoteResponses()
         self.run_folder = Path()
@@ -163,9 +163,9 @@ class Edge:
         need the address of this one, which is known once it listens."""
         self._remote_responses = remote_responses
 
-    def find_by_key(self, tenant: str, idempotency_key: str) -> ResumableStream | KeptAnswer | None:
+    def find_by_key(self, tenant: str, idempotency_key: str) -> ResumableStream | IdempotentAnswer | None:
         """The response of this edge that a caller's idempotency key stands for."""
-        return self.resume.find_by_key(tenant, idempotency_key) or self.kept_answers.find_by_key(
+        return self.resume.find_by_key(tenant, idempotency_key) or self.idempotent_answers.find_by_key(
             tenant, idempotency_key
         )
 

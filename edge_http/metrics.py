@@ -14,7 +14,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
-from edge_http.answers.answer import Answer
+from edge_http.answers.answer import EdgeAnswer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, TOKENS
 from kvloom_common.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
@@ -239,7 +239,9 @@ class EdgeMetrics:
     def on_evicted(self) -> None:
         self._evicted.inc()
 
-    def on_answer(self, operation: str, model: str, answer: Answer, num_prompt_tokens: int, num_events: int) -> None:
+    def on_answer(
+        self, operation: str, model: str, answer: EdgeAnswer, num_prompt_tokens: int, num_events: int
+    ) -> None:
         """An answer that was submitted is over, well or not. `model` is the served model's name."""
         now = time.monotonic()
         error_type = answer.error.reason_name.lower() if answer.error else ""

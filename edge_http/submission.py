@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from edge_http.answers.answer import Answer, PromptSink
+from edge_http.answers.answer import EdgeAnswer, PromptSink
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.openai.field_names import named_for_clients
@@ -17,7 +17,7 @@ from edge_http.resume.resumable_stream import ResumableStream
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.usage_witness import UsageWitness, WitnessLine
+from kvloom_common.delivery_log import DeliveryLog, WitnessLine
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ class RunAnswer(Protocol):
 async def run_submission(
     edge: Edge,
     submission: Submission,
-    answer: Answer,
+    answer: EdgeAnswer,
     on_submitted: OnSubmitted = _on_submitted,
 ) -> None:
     """Submit the requests and wait for the end of the answer. Raises the error that ended it. No request is left
@@ -128,12 +128,12 @@ async def run_resumable(
             stream.refuse(answer.error or KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
 
 
-def _note_delivered(witness: UsageWitness, submission: Submission, answer: Answer) -> None:
+def _note_delivered(witness: DeliveryLog, submission: Submission, answer: EdgeAnswer) -> None:
     ids = [request.wanted.request_id for request in submission.requests if request is not None]
     if ids:
         name = ids[0] if len(submission.requests) == 1 else ids[0].rpartition(".")[0]
         witness.note(WitnessLine(name, answer.num_output_tokens, answer.error is None and not answer.num_open))
 
 
-def _time_out(answer: Answer) -> None:
+def _time_out(answer: EdgeAnswer) -> None:
     answer.fail(KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took too long."))

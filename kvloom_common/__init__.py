@@ -9,7 +9,7 @@ private_file.py  files that only this user can read, and the one place where fil
 access/          who may use the fabric from outside: API keys, tenants, TLS for clients
 tenancy/         what is known of tenants, their keys, limits and prices
 limits/          bounds on what a process holds, and a share of it for each caller
-usage_witness.py  what a process has delivered, for a comparison with what was metered
+delivery_log.py   what a process has delivered, for a comparison with what was metered
 addresses.py     host:port, also of IPv6
 callers.py       who sends a request, and so who is isolated from whom
 class_rank.py    how urgent a request is, as a shard is told

@@ -7,7 +7,7 @@ __main__.py           `python -m router`
 process.py            builds a listening router from the configuration
 server.py             the parts of one router put together, from its start to its drain
 listener.py           one way to reach a router: gRPC and a local socket
-core_config.py        the core's settings, from the configuration
+core_settings.py      the core's settings, from the configuration
 placement_plugins.py  placement policies of other packages
 core_driver.py        feeds events to the core and carries out its actions
 core/                 the sans-I/O core: admission, dispatch, placement, relay, health
@@ -15,7 +15,7 @@ router_servicer.py    the RPCs of kvloom.v1.RouterService
 caller_scope.py       what one caller may name: its own requests and cached prompts
 continuation_tickets.py  how clients outside the fabric prove that their answer has begun at another router
 side_call_desk.py     charges calls that compute no answer to limits
-intake.py             checks requests and tokenizes them, by the way that each has come
+request_validator.py  checks requests and tokenizes them, by the way that each has come
 prompt_checks.py      checks prompts: their size, their tokens, their text for the safety service
 request_builder.py    makes the core's request of what is wanted and of its prompt, for all ways
 model_choice.py       which model takes a request that names a route
@@ -25,7 +25,7 @@ partial_choices.py    checks the choices of a request that resumes an answer of 
 convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
-answer_keeper.py      the requests whose whole answers matter: for the result cache, and for receipts
+result_recorder.py    the requests whose whole answers matter: for the result cache, and for receipts
 fingerprints.py       what all shards of a model compute with
 receipts/             signed receipts of answers, with which they can be computed again
 result_cache/         answers to deterministic requests, kept for the tenant that has got them

@@ -1,9 +1,9 @@
 """Tickets by which clients outside the fabric prove to another router that one of this fabric has begun their answer.
 
 What such a client says of its answer is not believed: its earlier output would count, and be limited, as a prompt
-(router/intake.py). A ticket is sealed with the fabric's secret and goes out with an answer's first token, so it costs
-nothing per token. It is bound to the tenant, the key, the request id and everything that determines the answer: with
-it, only the same answer can be computed again, and never another one.
+(router/request_validator.py). A ticket is sealed with the fabric's secret and goes out with an answer's first token, so
+it costs nothing per token. It is bound to the tenant, the key, the request id and everything that determines the
+answer: with it, only the same answer can be computed again, and never another one.
 
 How much of the answer was received, a ticket doesn't say. So a claim above it is charged as output, limits of tokens
 per minute count everything that is computed again, and the ledger tells continuations from repetitions
@@ -37,7 +37,7 @@ tell a new one from one that was used up."""
 MAX_TICKET_BYTES: Final = 512
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class ContinuationTicket(msgspec.Struct, frozen=True, array_like=True):
     """The contents of a ticket."""
 
     answer_id: str
@@ -67,17 +67,17 @@ class ContinuationTickets:
 
     def issue(self, digest: str, answer_id: str, num_cached_tokens: int) -> bytes:
         """The ticket of an answer that has begun. `digest`: see `digest_of`."""
-        ticket = Ticket(answer_id, num_cached_tokens, self._clock())
+        ticket = ContinuationTicket(answer_id, num_cached_tokens, self._clock())
         return self._sealer.encrypt(digest, msgspec.json.encode(ticket))
 
-    def redeem(self, sealed: bytes, digest: str, request: Request, *, is_alone: bool) -> Ticket | None:
+    def redeem(self, sealed: bytes, digest: str, request: Request, *, is_alone: bool) -> ContinuationTicket | None:
         """Returns what the ticket says, if it holds for the request with this digest; this counts as a use. None: it is
         forged, damaged, expired, used up, or belongs to another request. `is_alone`: the client stream has no other
         requests."""
         if not sealed or len(sealed) > MAX_TICKET_BYTES:
             return None
         try:
-            ticket = msgspec.json.decode(self._sealer.decrypted(digest, sealed), type=Ticket)
+            ticket = msgspec.json.decode(self._sealer.decrypted(digest, sealed), type=ContinuationTicket)
         except (SealError, msgspec.DecodeError):
             return None
         now = self._clock()

@@ -17,7 +17,6 @@ from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_s
 from router.core.actions import FleetChanged, SubmitAttempt
 from router.core.events import (
     AdaptersReported,
-    AdapterState,
     AnswerHalt,
     AnswersScreened,
     ChoiceSpec,
@@ -25,15 +24,16 @@ from router.core.events import (
     KvEventsArrived,
     LoadReported,
     PromptVerdict,
+    ShardAdapter,
     ShardDescription,
     ShardLoad,
-    Tier,
+    TierRank,
     class_of,
 )
 from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
 from router.core.objectives import Objectives, ObjectivesOutcome
-from router.core.request_end import NO_MOVES, Moves
+from router.core.request_end import NO_MOVES, RelocationCounts
 
 M = TypeVar("M")
 PLAUSIBLE: Final = (1e-6, 1e9)
@@ -125,7 +125,7 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
     return message
 
 
-def _moves_to_proto(moves: Moves) -> generation_pb2.RequestMoves:
+def _moves_to_proto(moves: RelocationCounts) -> generation_pb2.RequestMoves:
     return generation_pb2.RequestMoves(
         num_preemptions=moves.num_preemptions,
         num_migrations=moves.num_migrations,
@@ -184,7 +184,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         submit.no_speculation = request.degradation.no_speculation
         # A cap below the least that was asked for is no mistake of the client.
         submit.stop.min_tokens = min(submit.stop.min_tokens, attempt.max_tokens)
-    if request.tier is not Tier.INTERACTIVE or request.priority_class is not None:
+    if request.tier is not TierRank.INTERACTIVE or request.priority_class is not None:
         submit.class_rank = class_of(request).rank
     adapter = request.adapter
     if adapter is not None:
@@ -245,7 +245,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
 
 
 def adapters_from_proto(shard_id: str, reported: shard_service_pb2.AdapterList) -> AdaptersReported:
-    adapters = [AdapterState(one.name, one.checksum, one.loaded, one.rank) for one in reported.adapters[:MAX_ADAPTERS]]
+    adapters = [ShardAdapter(one.name, one.checksum, one.loaded, one.rank) for one in reported.adapters[:MAX_ADAPTERS]]
     return AdaptersReported(shard_id, adapters, _plausible(reported.load_seconds))
 
 

@@ -49,7 +49,7 @@ from router.core.events import (
     Tick,
 )
 from router.core.frames import Step
-from router.core.request_end import End
+from router.core.request_end import RequestEnd
 from router.usage_records import Credit
 
 log = structlog.get_logger()
@@ -161,7 +161,7 @@ class Observer(Protocol):
     def request_degraded(self, degraded: RequestDegraded) -> None: ...
 
 
-class Tap(Protocol):
+class AnswerObserver(Protocol):
     """Follows requests and their answers on their way through the driver, and may have requests of its own. Its methods
     never block and never raise."""
 
@@ -180,7 +180,7 @@ class Tap(Protocol):
     def is_own(self, request: Request) -> bool: ...
 
 
-class Keeper(Protocol):
+class AnswerSink(Protocol):
     """Knows some answers, and is told whole ones. Its methods never block and never raise."""
 
     def arrived(self, request: Request) -> RequestArrived | None:
@@ -239,26 +239,26 @@ class CoreDriver:
         }
         self._carry_out = carry_out
         self._report_end = observer.request_ended
-        self._taps: tuple[Tap, ...] = ()
-        self._keeper: Keeper | None = None
+        self._taps: tuple[AnswerObserver, ...] = ()
+        self._keeper: AnswerSink | None = None
         self._intercepted: frozenset[type] = frozenset({RequestArrived})
         """The events that do not go straight to the core."""
 
-    def set_keeper(self, keeper: Keeper) -> None:
+    def set_keeper(self, keeper: AnswerSink) -> None:
         """To be called before the first request. Without a keeper, a request costs one look whether there is one."""
         self._keeper = keeper
         self._intercepted |= {SlotsCancelled, RequestCancelled, ClientGone, DrainEnded}
 
-    def add_tap(self, tap: Tap) -> None:
+    def add_tap(self, tap: AnswerObserver) -> None:
         """Without a tap, a request costs one look whether there is one, and a step nothing. Adding one again has no
         effect."""
         if tap not in self._taps:
             self._set_taps((*self._taps, tap))
 
-    def remove_tap(self, tap: Tap) -> None:
+    def remove_tap(self, tap: AnswerObserver) -> None:
         self._set_taps(tuple(one for one in self._taps if one is not tap))
 
-    def _set_taps(self, taps: tuple[Tap, ...]) -> None:
+    def _set_taps(self, taps: tuple[AnswerObserver, ...]) -> None:
         self._taps = taps
         is_off = not taps
         self._carry_out[SendStep] = self._send_step if is_off else self._send_tapped_step
@@ -374,7 +374,7 @@ class CoreDriver:
 
     def request_refused(self, error: KvloomError) -> None:
         """Called when a link has rejected an invalid request by itself."""
-        error.end = error.end or End.REJECTED.value
+        error.end = error.end or RequestEnd.REJECTED.value
         self._observer.request_refused(error)
 
     def tokens_credited(self, credit: Credit) -> None:

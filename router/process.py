@@ -14,9 +14,9 @@ from kvloom_common.tenancy.table import TenantTable
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
 from router.core.tenancy.limiter import Limiter
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
-from router.tenancy.lease_desk import epoch_clock
+from router.tenancy.lease_client import epoch_clock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kvloom_common.models.served_model import ServedModel
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
 from router.continuation_tickets import ContinuationTickets, digest_of
-from router.core.events import ChoiceSpec, Request, Tier
+from router.core.events import ChoiceSpec, Request, TierRank
 from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
 from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
@@ -36,10 +36,10 @@ from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
 NO_SALTS: Final = CacheSalts(b"")
 NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}
 _BUILT_IN: Final = {one.name: one for one in CLASS_OF_TIER.values()}
-_TIERS: Final[Mapping[int, Tier]] = {
-    router_service_pb2.TIER_UNSPECIFIED: Tier.INTERACTIVE,
-    router_service_pb2.TIER_INTERACTIVE: Tier.INTERACTIVE,
-    router_service_pb2.TIER_BATCH: Tier.BATCH,
+_TIERS: Final[Mapping[int, TierRank]] = {
+    router_service_pb2.TIER_UNSPECIFIED: TierRank.INTERACTIVE,
+    router_service_pb2.TIER_INTERACTIVE: TierRank.INTERACTIVE,
+    router_service_pb2.TIER_BATCH: TierRank.BATCH,
 }
 
 Extra = Callable[[Request, Submit, GenerateRequest, ServedModel | None], Mapping[str, Any]]
@@ -282,7 +282,7 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def tier_of(wanted: GenerateRequest) -> Tier:
+def tier_of(wanted: GenerateRequest) -> TierRank:
     """Raises KvloomError (INVALID_ARGUMENT)."""
     tier = wanted.tier
     if tier not in _TIERS:  # The enum is open, so any number can arrive.

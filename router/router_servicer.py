@@ -52,11 +52,11 @@ from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog
 from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto, without_load
-from router.intake import Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
-from router.links.moderation import Moderation
+from router.links.moderation import ModerationLink
 from router.prompt_checks import MAX_NAME_CHARS
+from router.request_validator import RequestValidator
 from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()
@@ -73,7 +73,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     def __init__(
         self,
         driver: CoreDriver,
-        intake: Intake,
+        intake: RequestValidator,
         core: RouterCore,
         decisions: DecisionLog,
         answers: ResumableAnswers,
@@ -82,7 +82,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         incarnation_id: str = "",
         link_address: Callable[[], str] = lambda: "",
         scopes: CallerScopes | None = None,
-        moderation: Moderation | None = None,
+        moderation: ModerationLink | None = None,
         metrics_registry: CollectorRegistry = REGISTRY,
         clear_result_cache: Callable[[str | None], Awaitable[int]] | None = None,
         side_calls: SideCallDesk | None = None,
@@ -92,7 +92,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._clear_result_cache = clear_result_cache
         self._link_address = link_address
         self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
-        self._moderation = moderation or Moderation(None)
+        self._moderation = moderation or ModerationLink(None)
         self._side_calls = side_calls or SideCallDesk(driver, has_limits=False)
         self._driver = driver
         self._intake = intake

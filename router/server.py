@@ -23,6 +23,8 @@ from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.access.tenant_metrics import observe
 from kvloom_common.callers import Callers, configured_callers
 from kvloom_common.config import KvloomConfig
+from kvloom_common.delivery_log import FOLDER as WITNESS_FOLDER
+from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
 from kvloom_common.discovery.process_finder import ProcessFinder
 from kvloom_common.discovery.records import NameTakenError, RouterRecord
@@ -46,9 +48,6 @@ from kvloom_common.tenancy.prices import Prices
 from kvloom_common.tenancy.table import TenantTable
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
-from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom_common.usage_witness import UsageWitness
-from router.answer_keeper import AnswerKeeper
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
@@ -66,17 +65,16 @@ from router.core.actions import (
 )
 from router.core.core import RouterCore
 from router.core.events import SHADOW_CLIENT_ID, DrainEnded, DrainStarted
-from router.core_config import declared_classes
 from router.core_driver import CoreDriver
+from router.core_settings import declared_classes
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
 from router.decisions.log import DecisionLog
 from router.health import HealthReporter
-from router.intake import Intake
 from router.links.fleet_watcher import FleetWatcher
 from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
-from router.links.moderation import Moderation
+from router.links.moderation import ModerationLink
 from router.links.safety_finder import safety_finder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
@@ -85,11 +83,13 @@ from router.metering.metering import Metering
 from router.metering.suspensions import Suspensions, is_believed
 from router.metrics import RouterMetrics
 from router.receipts.writer import ReceiptWriter, chat_template_checksum
+from router.request_validator import RequestValidator
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
 from router.result_cache.pieces import pieces_of
 from router.result_cache.request_key import KEY_BYTES
 from router.result_cache.shared import SharedResultCache
+from router.result_recorder import ResultRecorder
 from router.router_servicer import RouterServicer
 from router.rpc.access_log import RpcAccessLog
 from router.rpc.api_key_check import ApiKeyCheck
@@ -99,7 +99,7 @@ from router.rpc.provider_check import ProviderCheck
 from router.rpc.tenant_check import TenantCheck
 from router.shadow.traffic import ShadowTraffic
 from router.side_call_desk import SideCallDesk
-from router.tenancy.lease_desk import LeaseDesk
+from router.tenancy.lease_client import LeaseClient
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -146,7 +146,7 @@ class RouterServer:
         self._driver = CoreDriver(core, self)
         self._safety_finder = safety_finder(config, router_id, trust.sealer)
         self._safety_link = _safety_link(config, self._safety_finder, self._driver, trust)
-        self._moderation = Moderation(self._safety_link)
+        self._moderation = ModerationLink(self._safety_link)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         self._catalogue = catalogue
@@ -161,7 +161,7 @@ class RouterServer:
         self._cache_salts = callers.cache_salts(trust.cache_key)
         self._tickets = ContinuationTickets(trust.sealer) if trust.has_secret else None
         """None if all clients are trusted."""
-        intake = Intake(
+        intake = RequestValidator(
             catalogue.by_name,
             config.router.max_prompt_tokens,
             self._needs_prompt_text,
@@ -206,15 +206,15 @@ class RouterServer:
                 self._progress,
                 metrics_registry,
             )
-        self._witness: UsageWitness | None = None
+        self._witness: DeliveryLog | None = None
         """None unless it is to be written down what clients outside the fabric are sent."""
         if callers.identities is not None and config.control.witness:
-            self._witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{router_id}.jsonl")
+            self._witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{router_id}.jsonl")
             self._driver.add_tap(DeliveryWitness(self._witness))
-        self._leases: LeaseDesk | None = None
+        self._leases: LeaseClient | None = None
         if core.limiter is not None and callers.identities is not None:
             core.limiter.table = self._tenants
-            self._leases = LeaseDesk(
+            self._leases = LeaseClient(
                 config,
                 core.limiter,
                 f"{router_id}/{self._incarnation_id}",
@@ -456,15 +456,15 @@ class RouterServer:
     def _listeners(self) -> list[RouterListener]:
         return [self._for_clients] if self._for_fabric is None else [self._for_clients, self._for_fabric]
 
-    def _new_keeper(self, registry: CollectorRegistry) -> AnswerKeeper | None:
+    def _new_keeper(self, registry: CollectorRegistry) -> ResultRecorder | None:
         """None: there is neither a result cache nor receipts. Raises StartError."""
         link = self._safety_link
         cache, receipts = self._new_result_cache(registry), self._new_receipt_writer()
         if cache is None and receipts is None:
             return None
-        return AnswerKeeper(cache, receipts, lambda: "" if link is None else link.policy_revision, time.time)
+        return ResultRecorder(cache, receipts, lambda: "" if link is None else link.policy_revision, time.time)
 
-    def _share_results(self, keeper: AnswerKeeper) -> SharedResultCache | None:
+    def _share_results(self, keeper: ResultRecorder) -> SharedResultCache | None:
         settings, redis = self._config.router.result_cache, self._config.redis
         if not (settings.enabled and settings.shared and redis.url):
             return None

@@ -9,11 +9,11 @@ import asyncio
 
 from safety_svc.folding import SPACE, fold
 from safety_svc.phrase_scan import is_whole
-from safety_svc.policy import Policy, RuleSet
+from safety_svc.policy import RuleSet, SafetyPolicy
 from safety_svc.screen import CHARS_PER_SLICE
 
 
-async def broken_categories(policy: Policy, text: str) -> set[str]:
+async def broken_categories(policy: SafetyPolicy, text: str) -> set[str]:
     """Search without blocking the event loop for longer than a slice of the text takes. Raises RuleFailedError."""
     rules = policy.any_text
     found = await _phrase_categories(rules, text) if rules.automaton is not None else set[str]()

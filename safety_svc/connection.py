@@ -27,7 +27,7 @@ from kvloom.v1.safety_service_pb2 import (
 from kvloom_common.process.request_context import request_fields
 from kvloom_common.transport.checked_server import malformed_message
 from safety_svc.metrics import ANSWERS, PROMPTS
-from safety_svc.policy import Hit, Policy, Rule
+from safety_svc.policy import Hit, Rule, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
 from safety_svc.prefilter import answer_prefilter, prompt_prefilter
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
@@ -183,7 +183,7 @@ def finding(hit: Hit) -> Finding:
     return Finding(rule=hit.rule.name, message=message, rule_failed=hit.is_failure)
 
 
-def policy_state(policy: Policy) -> PolicyState:
+def policy_state(policy: SafetyPolicy) -> PolicyState:
     return PolicyState(
         revision=policy.revision,
         screens_prompts=bool(policy.prompt),

@@ -170,7 +170,7 @@ class RuleSet:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Policy:
+class SafetyPolicy:
     """A compiled policy file."""
 
     revision: str
@@ -183,7 +183,7 @@ class Policy:
     """The categories of all rules, in the order of the file."""
 
 
-def load_policy(path: Path) -> Policy:
+def load_policy(path: Path) -> SafetyPolicy:
     """Read and compile a policy file. Raises PolicyError."""
     try:
         raw = path.read_bytes()
@@ -201,7 +201,7 @@ def load_policy(path: Path) -> Policy:
         raise PolicyError(f"{path}: {error}") from error
 
 
-def _policy(tables: Sequence[dict[str, Any]], revision: str) -> Policy:
+def _policy(tables: Sequence[dict[str, Any]], revision: str) -> SafetyPolicy:
     """Raises PolicyError."""
     rules = [_fields(table, number) for number, table in enumerate(tables, 1)]
     for name, count in Counter(rule.name for rule in rules).items():
@@ -210,7 +210,7 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str) -> Policy:
     prompt, answer = (_compile(rules, (target,)) for target in ("prompt", "answer"))
     any_text = _compile(rules, ("prompt", "answer"))
     categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
-    return Policy(revision, prompt, answer, any_text, categories)
+    return SafetyPolicy(revision, prompt, answer, any_text, categories)
 
 
 def _fields(table: dict[str, Any], number: int) -> RuleFields | KindFields:

@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 
 from safety_svc.metrics import POLICY_LOADS
-from safety_svc.policy import BUILTIN_POLICY, Policy, PolicyError, load_policy
+from safety_svc.policy import BUILTIN_POLICY, PolicyError, SafetyPolicy, load_policy
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ class PolicyFile:
         self._poll_seconds = poll_seconds
         self._path = Path(path) if path else BUILTIN_POLICY
         self._stamp = _stamp(self._path)
-        self.current: Policy = load_policy(self._path)
+        self.current: SafetyPolicy = load_policy(self._path)
         self._listeners: set[Callable[[], None]] = set()
         self._reported = ""
         """The fault of the current file that was reported last."""

@@ -7,7 +7,7 @@ shard_servicer.py      the gRPC service: the router's stream, GetInfo and Drain
 connection.py          one router's stream: its slots and the frames that wait to be written
 step_frames.py         how a step frame is filled, and how waiting frames are merged
 engine_multiplexer.py  between one engine and all routers: every step becomes one frame per router
-intake.py              admits or rejects what routers submit
+sequence_admission.py  admits or rejects what routers submit
 submits.py             checks a submit and turns it into engine requests
 served_adapters.py     the adapters of the engine: what routers are told of them, and which submits may use them
 live_sequences.py      the sequences that have not finished

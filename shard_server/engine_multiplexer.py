@@ -28,21 +28,21 @@ from kvloom.v1.shard_service_pb2 import (
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom_common.text.detokenizer import TokenText
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
-from shard_server.engines.base import AllBlocksCleared, Engine, FinishReason, SequenceEnd, StepOutput
-from shard_server.intake import Intake, engine_failed, stopping
+from shard_server.engines.base import AllBlocksCleared, Engine, SequenceEnd, SequenceFinishReason, StepOutput
 from shard_server.kv_mirror import KvMirror
 from shard_server.live_sequences import LiveSequences, logprobs_to_proto
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
+from shard_server.sequence_admission import SequenceAdmission, engine_failed, stopping
 from shard_server.served_adapters import ServedAdapters
 
 log = structlog.get_logger()
 
 _FINISH_REASONS: Final = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.ERROR: generation_pb2.FINISH_REASON_ERROR,
+    SequenceFinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    SequenceFinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    SequenceFinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
+    SequenceFinishReason.ERROR: generation_pb2.FINISH_REASON_ERROR,
 }
 
 
@@ -73,7 +73,7 @@ class EngineMultiplexer:
         self._live = LiveSequences(engine, metrics, clock, access_log)
         self.adapters = ServedAdapters(metrics, self._tell_adapters)
         max_sequences = engine.info.max_batch + max_waiting
-        self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock, self.adapters)
+        self._intake = SequenceAdmission(engine, tokenizer, self._live, self._load, max_sequences, clock, self.adapters)
         self._report_timer: asyncio.TimerHandle | None = None
         self._has_engine = asyncio.Event()
         self._has_engine.set()
@@ -285,7 +285,7 @@ class EngineMultiplexer:
                 if end is None:
                     self._live.cancel_in_engine(sequence)
                 self._live.finish(sequence, generation_pb2.FINISH_REASON_STOP)
-            elif end is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            elif end is not None and end.reason in (SequenceFinishReason.STOP, SequenceFinishReason.LENGTH):
                 delta += sequence.detokenizer.flush()
                 self._live.finish(sequence, _FINISH_REASONS[end.reason], handoff=end.handoff)
             parts.deltas.append(delta)
@@ -323,10 +323,10 @@ class EngineMultiplexer:
         error = None
         if end.refusal:
             error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
-        elif end.reason is FinishReason.ERROR:
+        elif end.reason is SequenceFinishReason.ERROR:
             log.error("sequence_failed", sequence_id=end.request_id, error=end.error, **sequence.names)
             error = engine_failed()
-        elif end.reason is not FinishReason.CANCELLED:
+        elif end.reason is not SequenceFinishReason.CANCELLED:
             self._live.flush(sequence)
         self._live.finish(sequence, _FINISH_REASONS[end.reason], error, end.embedding, end.handoff)
 

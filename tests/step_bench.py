@@ -10,7 +10,7 @@ from shard_server.engines.base import (
     BlockRemoved,
     BlockStored,
     EngineRequest,
-    FinishReason,
+    SequenceFinishReason,
     SequenceStart,
     StepOutput,
     TokenLogprobs,
@@ -24,7 +24,7 @@ from shard_server.engines.torch_engine.step_loop import Runner, StepLoop
 class Answer:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    reason: FinishReason | None = None
+    reason: SequenceFinishReason | None = None
     error: str = ""
     start: SequenceStart | None = None
     embedding: bytes = b""

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from edge_http.admin.handler import administer
 from edge_http.admin.routes import ADMIN_ROUTES, AdminRoute
-from edge_http.openapi.route import Answer, Route
+from edge_http.openapi.route import Route, Success
 from edge_http.wire.headers import REQUEST_ID
 from kvloom.v1 import directory_service_pb2
 
@@ -50,7 +50,7 @@ def _operation(route: AdminRoute) -> Route:
         description="Needs a key with the scope admin, in a fabric with tenants.",
         parameters=(*route.query, REQUEST_ID),
         body=body,
-        answers=(Answer("The answer of control.", type_of(response)),),
+        answers=(Success("The answer of control.", type_of(response)),),
         errors=(400, 403, 404, 409, 503),
     )
 

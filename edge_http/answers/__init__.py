@@ -7,10 +7,10 @@ parsed_output.py      the output of one choice, taken apart into text, reasoning
 checked_output.py     the same of a demanded call, whose arguments are checked when it has ended
 joined_logprobs.py    the log-probabilities of an answer whose text a stop string may cut
 collected_answer.py   an answer that is not streamed
-held_answer.py        an answer that is held until it is judged
+cascade_candidate.py  an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive
 streamed_answer.py    an answer that is streamed as server-sent events
 answer_part.py        the part of a streamed answer that one of several models writes
-carried_text.py       what the model that continues an answer gets of it
+continuation_prompt.py       what the model that continues an answer gets of it
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it
 """

@@ -1,6 +1,6 @@
 """An answer while it is generated: it receives the updates of all its choices and detects its end.
 
-`Answer` is the Sink that a request hands to the RouterLink. Its methods run inside the link's reader, so they never
+`EdgeAnswer` is the Sink that a request hands to the RouterLink. Its methods run inside the link's reader, so they never
 raise or block.
 """
 
@@ -17,8 +17,8 @@ import structlog
 
 from edge_http.answers.bill import AnswerBill
 from edge_http.answers.joined_logprobs import JoinedLogprobs
-from edge_http.answers.parsed_output import ParsedOutput
-from edge_http.formatting.response_formatter import Finish
+from edge_http.answers.parsed_output import CountedOutputParser
+from edge_http.formatting.response_formatter import ChoiceFinish
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
@@ -41,7 +41,7 @@ FINISH_REASONS: Final = {
 }
 
 
-class Answer(abc.ABC):
+class EdgeAnswer(abc.ABC):
     """The base of streamed and collected answers. Choices are numbered across all prompts: prompt * n + choice."""
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Answer(abc.ABC):
         self,
         prompt_sizes: Sequence[int],
         n: int,
-        parsed: Sequence[ParsedOutput] = (),
+        parsed: Sequence[CountedOutputParser] = (),
         joined: Sequence[JoinedLogprobs] = (),
     ) -> None:
         """`parsed`: for each choice, its output taken apart; empty: all output is text. `joined`: for each choice, what
@@ -128,7 +128,7 @@ class Answer(abc.ABC):
                 return
             if self._joined:
                 self._add_late_logprobs(index, finish)
-            self._add_finish(index, Finish(FINISH_REASONS[finish.reason], finish.stop_string))
+            self._add_finish(index, ChoiceFinish(FINISH_REASONS[finish.reason], finish.stop_string))
             if not self.num_open and not self.ended.done():
                 self._complete()
                 self.ended.set_result(None)
@@ -273,7 +273,7 @@ class Answer(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def _add_finish(self, index: int, finish: Finish) -> None: ...
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None: ...
 
     @abc.abstractmethod
     def _complete(self) -> None: ...
@@ -310,7 +310,7 @@ class PromptSink:
 
     __slots__ = ("_answer", "_base")
 
-    def __init__(self, answer: Answer, base: int) -> None:
+    def __init__(self, answer: EdgeAnswer, base: int) -> None:
         self._answer = answer
         self._base = base
 

@@ -6,10 +6,10 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
-from edge_http.answers.answer import Answer
-from edge_http.answers.carried_text import CarriedText
+from edge_http.answers.answer import EdgeAnswer
+from edge_http.answers.continuation_prompt import CarriedText
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.formatting.response_formatter import Finish
+from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
@@ -17,7 +17,7 @@ from kvloom_common.models.model_routes import FALLBACK_REASONS
 from kvloom_common.text.detokenizer import TokenText
 
 
-class AnswerPart(Answer):
+class AnswerPart(EdgeAnswer):
     """Passes everything on to the answer that the client gets, which has one choice, but the loss of its model. It
     counts what its own model has done."""
 
@@ -93,7 +93,7 @@ class AnswerPart(Answer):
         if on_begun is not None:
             on_begun()
 
-    def _add_finish(self, index: int, finish: Finish) -> None:  # noqa: ARG002
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None:  # noqa: ARG002
         whole = self.finishes[index]
         if not self._is_first:
             self.note_cost(whole.num_cached_tokens, whole.num_output_tokens - len(self._carried_ids), has_answer=True)

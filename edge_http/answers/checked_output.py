@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.answers.parsed_output import CountedOutputParser
 from kvloom_common.json_schema.schema_check import conforms
 from kvloom_common.parsers.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.spec import OutputParser, ToolSchema
 
 
-class CheckedOutput(ParsedOutput):
+class CheckedOutput(CountedOutputParser):
     """Calls `on_nonconforming` for a whole call whose arguments do not conform to its tool's schema. The client gets it
     all the same: it has seen the beginning, and checks the arguments of tools that are not strict."""
 

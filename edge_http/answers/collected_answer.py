@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from edge_http.answers.answer import Answer
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.joined_logprobs import JoinedLogprobs
-from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.json_bytes import Buffer
-from edge_http.formatting.response_formatter import Finish, ResponseFormatter
+from edge_http.formatting.response_formatter import ChoiceFinish, ResponseFormatter
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
@@ -21,7 +21,7 @@ LEASE_BYTES: Final = 64 * 2**10
 """How much is taken from the budget of all answers at a time."""
 
 
-class CollectedAnswer(Answer):
+class CollectedAnswer(EdgeAnswer):
     """Its size is counted while it grows: an answer that becomes too large fails at once, not when it is complete."""
 
     __slots__ = ("_choices", "_formatter", "_lease", "_max_bytes", "_num_checked_bytes", "num_bytes")
@@ -33,7 +33,7 @@ class CollectedAnswer(Answer):
         formatter: ResponseFormatter,
         max_bytes: int,
         lease: ByteLease,
-        parsed: Sequence[ParsedOutput] = (),
+        parsed: Sequence[CountedOutputParser] = (),
         joined: Sequence[JoinedLogprobs] = (),
     ) -> None:
         """`lease` is the answer's part of the memory of all answers. `parsed`, `joined`: see Answer."""
@@ -126,7 +126,7 @@ class CollectedAnswer(Answer):
                 case _:
                     pass
 
-    def _add_finish(self, index: int, finish: Finish) -> None:
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None:
         if self._parsed:
             self._add_output(index, self._parsed[index].finish())
             finish = self._parsed[index].completed(finish)

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from edge_http.answers.answer import Answer
-from edge_http.formatting.response_formatter import Finish
+from edge_http.answers.answer import EdgeAnswer
+from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason, LimitsState
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from kvloom_common.limits.byte_budget import ByteLease
 
 
-class EmbeddedInputs(Answer):
+class EmbeddedInputs(EdgeAnswer):
     """Each input is a request of its own; the choices of the base class are the inputs."""
 
     __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "cache_uses", "receipts", "vectors")
@@ -61,7 +61,7 @@ class EmbeddedInputs(Answer):
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         pass
 
-    def _add_finish(self, index: int, finish: Finish) -> None:  # noqa: ARG002
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None:  # noqa: ARG002
         ended = self.finishes.pop(index)
         if ended.HasField("limits"):
             self._limits = ended.limits

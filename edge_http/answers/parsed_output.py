@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from edge_http.formatting.response_formatter import Finish
+from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom_common.parsers.events import Event
 from kvloom_common.parsers.reasoning_tally import ReasoningTally
 from kvloom_common.parsers.spec import OutputParser
 
 
-class ParsedOutput:
+class CountedOutputParser:
     """A parser, and the count of what it found."""
 
     __slots__ = ("_parser", "_tally")
@@ -32,8 +32,8 @@ class ParsedOutput:
         """Return what was held back; the output is complete."""
         return self._parser.finish()
 
-    def completed(self, finish: Finish) -> Finish:
+    def completed(self, finish: ChoiceFinish) -> ChoiceFinish:
         """The finish of the choice: a model that called tools and then stopped did so to get their results."""
         if self._parser.num_tool_calls and finish.reason == "stop":
-            return Finish("tool_calls", finish.stop_string)
+            return ChoiceFinish("tool_calls", finish.stop_string)
         return finish

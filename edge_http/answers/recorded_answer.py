@@ -7,7 +7,7 @@ from typing import Any
 
 from edge_http.answers.answer import FINISH_REASONS
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.formatting.response_formatter import Finish
+from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 from kvloom_common.parsers.events import Event, TextDelta
@@ -62,7 +62,7 @@ class RecordedAnswer(StreamedAnswer):
             formatter.output(index, events)
         if choice.is_done:
             finish = self.finishes[index]
-            ending = Finish(FINISH_REASONS[finish.reason], finish.stop_string)
+            ending = ChoiceFinish(FINISH_REASONS[finish.reason], finish.stop_string)
             if self._parsed:
                 formatter.output(index, self._parsed[index].finish())
                 ending = self._parsed[index].completed(ending)

@@ -10,7 +10,7 @@ import msgspec
 
 from edge_http.answers.checked_output import CheckedOutput
 from edge_http.answers.joined_logprobs import JoinedLogprobs
-from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
 from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, client_tools_of
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
@@ -57,7 +57,7 @@ def prompt_field_of(shape: ResponseShape) -> str:
 
 def parsed_outputs(
     shape: ResponseShape, num_choices: int, on_nonconforming: Callable[[], None] = _do_nothing
-) -> list[ParsedOutput]:
+) -> list[CountedOutputParser]:
     """One for each choice; none if all output is text. `on_nonconforming` is called for each demanded call whose
     arguments do not conform to its tool's schema."""
     spec = shape.parser
@@ -67,7 +67,7 @@ def parsed_outputs(
         parsers = [make_parser(spec, shape.tools) for _ in range(num_choices)]
         return [CheckedOutput(parser, shape.tools, on_nonconforming) for parser in parsers]
     return [
-        ParsedOutput(make_parser(spec, shape.tools), starts_in_reasoning=spec.starts_in_reasoning)
+        CountedOutputParser(make_parser(spec, shape.tools), starts_in_reasoning=spec.starts_in_reasoning)
         for _ in range(num_choices)
     ]
 

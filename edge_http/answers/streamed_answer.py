@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from edge_http.answers.answer import Answer
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.joined_logprobs import JoinedLogprobs
-from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.json_bytes import encode_json
-from edge_http.formatting.response_formatter import Finish, ResponseFormatter
+from edge_http.formatting.response_formatter import ChoiceFinish, ResponseFormatter
 from edge_http.wire.headers import BROWNOUT, cache_use, degradation, explanation
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
@@ -21,7 +21,7 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 """How long a client that reads too slowly may take for the buffered bytes, including the error."""
 
 
-class StreamedAnswer(Answer):
+class StreamedAnswer(EdgeAnswer):
     """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status. If
     that takes long, it begins without one, and the connection is kept alive."""
 
@@ -50,7 +50,7 @@ class StreamedAnswer(Answer):
         events: EventSink,
         headers: Mapping[str, str],
         *,
-        parsed: Sequence[ParsedOutput] = (),
+        parsed: Sequence[CountedOutputParser] = (),
         joined: Sequence[JoinedLogprobs] = (),
         with_details: bool,
         with_explanation: bool,
@@ -180,7 +180,7 @@ class StreamedAnswer(Answer):
         entries = self._formatter.cut_logprobs(self._formatter.logprobs(index, token_ids, logprobs), num_cut_bytes)
         self._send_all(self._formatter.output_with_logprobs(index, [], entries))
 
-    def _add_finish(self, index: int, finish: Finish) -> None:
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None:
         if index not in self._begun:
             self._open(index)
         if self._counts:

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, Final, Union
 import msgspec
 
 
-class Block(msgspec.Struct, kw_only=True, tag_field="type"):
+class MessageBlock(msgspec.Struct, kw_only=True, tag_field="type"):
     """A block of a message's content."""
 
 
-class TextBlock(Block, kw_only=True, tag="text"):
+class TextBlock(MessageBlock, kw_only=True, tag="text"):
     text: str | None = None
     cache_control: Any = None
     """Where a client would like its prompt to be cached. It is accepted and not needed: every prefix is cached."""
 
 
-class ThinkingBlock(Block, kw_only=True, tag="thinking"):
+class ThinkingBlock(MessageBlock, kw_only=True, tag="thinking"):
     thinking: str | None = None
     signature: str | None = None
     """Not checked: kvloom has nothing to hide from the client in it."""
 
 
-class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
+class RedactedThinkingBlock(MessageBlock, kw_only=True, tag="redacted_thinking"):
     """Another service's encrypted thinking, which is left out of the prompt."""
 
     data: Any = None
 
 
-class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
+class ToolUseBlock(MessageBlock, kw_only=True, tag="tool_use"):
     id: str | None = None
     name: str | None = None
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -46,7 +46,7 @@ class McpToolUseBlock(ToolUseBlock, kw_only=True, tag="mcp_tool_use"):
     """A call that another server answered by a server of MCP."""
 
 
-class MediaBlock(Block, kw_only=True):
+class MediaBlock(MessageBlock, kw_only=True):
     """A block that a model which reads text cannot take."""
 
 
@@ -72,7 +72,7 @@ class DocumentSource(msgspec.Struct, kw_only=True):
     content: Any = None
 
 
-class DocumentBlock(Block, kw_only=True, tag="document"):
+class DocumentBlock(MessageBlock, kw_only=True, tag="document"):
     """A document; only one that is text can be read."""
 
     source: DocumentSource | None = None
@@ -80,7 +80,7 @@ class DocumentBlock(Block, kw_only=True, tag="document"):
     context: str | None = None
 
 
-class SearchResultBlock(Block, kw_only=True, tag="search_result"):
+class SearchResultBlock(MessageBlock, kw_only=True, tag="search_result"):
     """Texts that a search has found."""
 
     content: list[Any] | None = None
@@ -88,12 +88,12 @@ class SearchResultBlock(Block, kw_only=True, tag="search_result"):
     title: str | None = None
 
 
-class ToolReferenceBlock(Block, kw_only=True, tag="tool_reference"):
+class ToolReferenceBlock(MessageBlock, kw_only=True, tag="tool_reference"):
     tool_name: str | None = None
     name: str | None = None
 
 
-class CompactionBlock(Block, kw_only=True, tag="compaction"):
+class CompactionBlock(MessageBlock, kw_only=True, tag="compaction"):
     """The summary of an earlier part of the conversation."""
 
     content: str | None = None
@@ -113,13 +113,13 @@ def _directives(*kinds: str) -> list[type]:
 _DIRECTIVES: Final = _directives("tool_addition", "tool_removal", "fallback")
 
 
-class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
+class ToolResultBlock(MessageBlock, kw_only=True, tag="tool_result"):
     tool_use_id: str | None = None
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
 
 
-class ServerResultBlock(Block, kw_only=True):
+class ServerResultBlock(MessageBlock, kw_only=True):
     """The result of a call that another server answered."""
 
     tool_use_id: str | None = None

@@ -10,7 +10,7 @@ import msgspec
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json, string_of
-from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter, named_event
+from edge_http.formatting.response_formatter import ChoiceFinish, Envelope, ResponseFormatter, named_event
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
@@ -58,7 +58,7 @@ class MessagesFormatter(ResponseFormatter):
         """The kind of the block that has begun and not ended."""
         self._num_blocks = 0
         self._has_pinged = False
-        self._finish = Finish("stop")
+        self._finish = ChoiceFinish("stop")
         if options.is_text:
             self.prefixes = [_delta_prefix(0, "text_delta", "text")]
         self.suffix = b"}}"
@@ -93,7 +93,7 @@ class MessagesFormatter(ResponseFormatter):
                         self._end(sent)
         return sent
 
-    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:  # noqa: ARG002
+    def finish(self, index: int, finish: ChoiceFinish, details: Json | None) -> Sequence[bytes]:  # noqa: ARG002
         sent: list[bytes] = []
         if self._options.is_text:  # its block began with the message, perhaps at another edge
             self._open, self._num_blocks = PartKind.TEXT, 1

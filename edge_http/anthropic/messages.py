@@ -25,7 +25,7 @@ from edge_http.anthropic.blocks import (
     ToolUseBlock,
     kind_of,
 )
-from edge_http.anthropic.requests import Message, PromptBody
+from edge_http.anthropic.requests import MessagesTurn, PromptBody
 from edge_http.formatting.decoding import json_text
 from kvloom.conversation.earlier import asked_message, omitted
 from kvloom.errors import KvloomError, invalid_argument, unsupported
@@ -94,7 +94,7 @@ class _Placed(NamedTuple):
     """It is of the message by which the new turn asks for something."""
 
 
-def _turns(messages: Sequence[Message], asked: int | None) -> Iterator[tuple[str, list[_Placed]]]:
+def _turns(messages: Sequence[MessagesTurn], asked: int | None) -> Iterator[tuple[str, list[_Placed]]]:
     """The role of each turn, and its blocks."""
     role, blocks = messages[0].role, list[_Placed]()
     for number, message in enumerate(messages):

@@ -24,38 +24,38 @@ KNOWN_VERSIONS: Final = ("2023-06-01", "2026-10-21")
 models do, so they are accepted with either."""
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class BodyPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a body. What becomes of other fields is the rule of edge_http/formatting/body_fields.py."""
 
 
-class Message(msgspec.Struct, kw_only=True):
+class MessagesTurn(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
-class Metadata(Part, kw_only=True):
+class Metadata(BodyPart, kw_only=True):
     user_id: str | None = None
     """Accepted, and not used: callers are told apart by their credentials."""
 
 
-class Thinking(Part, kw_only=True):
+class Thinking(BodyPart, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     """Checked, and not enforced: max_tokens bounds thinking and answer together."""
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Part, kw_only=True):
+class OutputFormat(BodyPart, kw_only=True):
     type: Literal["json_schema"]
     schema: msgspec.Raw
 
 
-class OutputConfig(Part, kw_only=True):
+class OutputConfig(BodyPart, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class ToolChoiceBody(Part, kw_only=True):
+class MessagesToolChoice(BodyPart, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -69,14 +69,14 @@ class ContextManagement(msgspec.Struct, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
-class PromptBody(Part, kw_only=True):
+class PromptBody(BodyPart, kw_only=True):
     """The fields that determine the prompt: the body of count_tokens, and the beginning of every other."""
 
     model: str
-    messages: list[Message]
+    messages: list[MessagesTurn]
     system: str | list[TextBlock] | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: ToolChoiceBody | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None

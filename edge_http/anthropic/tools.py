@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from edge_http.anthropic.requests import PromptBody, ToolChoiceBody
+from edge_http.anthropic.requests import MessagesToolChoice, PromptBody
 from edge_http.formatting.client_tools import ClientTool, GivenTools
 from edge_http.formatting.decoding import decode_body, json_text
 from kvloom.conversation.tools import AUTO, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
@@ -133,7 +133,7 @@ def _tool(body: _ToolBody, at: str) -> Tool:
     return Tool(body.name, description, body.input_schema, bool(body.strict))
 
 
-def _choice(wanted: ToolChoiceBody) -> ToolChoice:
+def _choice(wanted: MessagesToolChoice) -> ToolChoice:
     if wanted.name is not None and wanted.type != "tool":
         raise invalid_argument("tool_choice.name goes only with type: tool.", "tool_choice.name")
     match wanted.type:

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from edge_http.answers.bill import AnswerBill
+from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.collected_answer import CollectedAnswer
-from edge_http.answers.held_answer import HeldAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
@@ -21,11 +21,11 @@ from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objective
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
-from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt import PromptInput
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.takeover import register_for_recovery
-from edge_http.resume.kept_answers import WholeBody
+from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
@@ -64,7 +64,7 @@ class GenerationJob(TimedJob):
     """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     id_prefix: str
     """The response's id begins with it, e.g. "chatcmpl-"."""
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptInput]
     prompt_sizes: Sequence[int]
     """The tokens of each prompt."""
     max_tokens_field: str
@@ -114,7 +114,7 @@ async def generate(
     request: web.BaseRequest,
     permit: AdmissionPermit,
     job: GenerationJob,
-    held: HeldAnswer | None = None,
+    held: CascadeCandidate | None = None,
     run: RunAnswer = run_submission,
 ) -> web.StreamResponse:
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
@@ -202,7 +202,7 @@ async def _collect(
     formatter: ResponseFormatter,
     name: str,
     key: str,
-    held: HeldAnswer | None,
+    held: CascadeCandidate | None,
 ) -> web.StreamResponse:
     """Deliver an answer in one piece."""
     response = _response_name(edge, request, job, name, key) if key else None
@@ -228,7 +228,7 @@ async def deliver_whole(
         return await deliver_found(edge, request, known, 0, is_replay=True)
     lease = edge.collected.lease(caller)
     permit.handed_over = True
-    kept = edge.kept_answers.begin(response, lease, make(lease), permit.release)
+    kept = edge.idempotent_answers.begin(response, lease, make(lease), permit.release)
     return await deliver_kept(edge, request, kept, is_replay=False)
 
 
@@ -238,7 +238,7 @@ async def _whole_body(
     job: GenerationJob,
     formatter: ResponseFormatter,
     name: str,
-    held: HeldAnswer | None,
+    held: CascadeCandidate | None,
     lease: ByteLease,
 ) -> WholeBody:
     """Raises KvloomError."""

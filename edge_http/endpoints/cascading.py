@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 from aiohttp import web
 
-from edge_http.answers.held_answer import HeldAnswer
+from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.shape import parsed_outputs
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, check_job_window, submission_of
@@ -31,7 +31,7 @@ _CALL_FIELDS: Final = ("tools", "functions")
 
 async def hold_candidate(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, cascade: Cascade, lease: ByteLease
-) -> tuple[HeldAnswer, Objection | None]:
+) -> tuple[CascadeCandidate, Objection | None]:
     """The answer of the job's model, and what is wrong with it; None: it may be delivered. What no client gets is
     counted. Raises KvloomError if there is no answer."""
     tests = cascade.tests
@@ -40,7 +40,9 @@ async def hold_candidate(
     shows_logprobs = job.sampling.HasField("logprobs")
     parsed = parsed_outputs(job.shape, job.num_choices)
     limit = edge.config.max_answer_bytes
-    held = HeldAnswer(job.prompt_sizes, job.n, limit, lease, parsed, response_id=name, shows_logprobs=shows_logprobs)
+    held = CascadeCandidate(
+        job.prompt_sizes, job.n, limit, lease, parsed, response_id=name, shows_logprobs=shows_logprobs
+    )
     if "logprob" in tests.escalate_on and not shows_logprobs:
         job.sampling.CopyFrom(with_chosen_logprobs(job.sampling))
     begin_answer(name, job.model.name, held)
@@ -57,7 +59,7 @@ async def hold_candidate(
     return held, found
 
 
-def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held: HeldAnswer) -> None:
+def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held: CascadeCandidate) -> None:
     edge.metrics.on_discarded(cascade.route, model, reason, held.num_output_tokens)
     names = held.request_context.log_fields() if held.request_context else {}
     log.info(
@@ -71,7 +73,7 @@ def _note_discarded(edge: Edge, cascade: Cascade, model: str, reason: str, held:
 
 
 async def _objection(
-    edge: Edge, submission: Submission, held: HeldAnswer, tests: CascadeConfig, form: AnswerForm
+    edge: Edge, submission: Submission, held: CascadeCandidate, tests: CascadeConfig, form: AnswerForm
 ) -> Objection | None:
     """Raises KvloomError if there is no answer."""
     try:

@@ -16,7 +16,7 @@ import structlog
 from aiohttp import web
 
 from edge_http.answers.answer_part import AnswerPart
-from edge_http.answers.carried_text import NOTHING, CarriedText, progress_in_tokens, remaining_stop
+from edge_http.answers.continuation_prompt import NOTHING, CarriedText, progress_in_tokens, remaining_stop
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, submission_of

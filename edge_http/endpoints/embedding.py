@@ -16,7 +16,7 @@ from edge_http.endpoints.answering import deliver_whole, read_prompt_body
 from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
 from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
 from edge_http.formatting.body_fields import FieldRules
-from edge_http.resume.kept_answers import WholeBody
+from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.wire.body import digest_of
 from edge_http.wire.request_callers import credential_digest
@@ -24,7 +24,7 @@ from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError
 from kvloom_common.limits.byte_budget import ByteLease
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
-from kvloom_common.models.succession import error_to_tell, heirs
+from kvloom_common.models.succession import error_to_report, fallback_models
 
 Body = TypeVar("Body", bound=NamesModels)
 
@@ -86,7 +86,7 @@ async def _single_body(
         return await embedding_body(edge, request, job, response_id, lease)
     except KvloomError as error:
         passed = [(body.model, error)]
-        chosen = ChosenRoute(list(heirs(passed, edge.models)), body.model)
+        chosen = ChosenRoute(list(fallback_models(passed, edge.models)), body.model)
         if not chosen.models:
             raise
     lease.resize(0)
@@ -127,12 +127,12 @@ async def _routed_body(
     response_id: str,
     lease: ByteLease,
 ) -> WholeBody:
-    """Let the first of the models that can do so take the request. Raises `error_to_tell` if none can, or a KvloomError
-    for which another model would not do better."""
+    """Let the first of the models that can do so take the request. Raises `error_to_report` if none can, or a
+    KvloomError for which another model would not do better."""
     # All attempts together have the time of one.
     deadline = asyncio.get_running_loop().time() + edge.config.request_timeout_seconds
     passed: list[tuple[str, KvloomError]] = []
-    for name in itertools.chain(chosen.models, heirs(passed, edge.models)):
+    for name in itertools.chain(chosen.models, fallback_models(passed, edge.models)):
         if name in chosen.cascades:  # there is no answer to judge, so it goes to the model that is not judged
             continue
         try:
@@ -148,4 +148,4 @@ async def _routed_body(
             lease.resize(0)  # the vectors that it had got
     if not passed:  # "auto", and there is no model
         edge.usable_model(request, body.model)
-    raise error_to_tell(passed)
+    raise error_to_report(passed)

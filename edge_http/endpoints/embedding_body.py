@@ -13,8 +13,8 @@ from edge_http.endpoints.link_requests import link_requests
 from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.formatting.json_bytes import Buffer
-from edge_http.openai.prompt import Prompt
-from edge_http.resume.kept_answers import WholeBody
+from edge_http.openai.prompt import PromptInput
+from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.headers import (
@@ -31,7 +31,7 @@ OPERATION: Final = "embeddings"
 class EmbeddingJob(TimedJob):
     """A validated and tokenized request, whatever the API that it came by."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptInput]
     pieces: Callable[[EmbeddedInputs, str], AsyncIterator[Buffer]]
     """Makes the JSON of the response from the vectors and the response's id."""
     headers: Mapping[str, str] = {}

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.endpoints.objectives import TimedJob
-from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt import PromptInput
 from edge_http.wire.headers import RECEIPT, request_id, traceparent
 from edge_http.wire.request_headers import NO_WISHES
 from kvloom.errors import unsupported
@@ -17,7 +17,12 @@ from kvloom.v1.router_service_pb2 import Submit
 
 
 def link_requests(
-    edge: Edge, request: web.BaseRequest, job: TimedJob, prompts: Sequence[Prompt], name: str, timeout_seconds: float
+    edge: Edge,
+    request: web.BaseRequest,
+    job: TimedJob,
+    prompts: Sequence[PromptInput],
+    name: str,
+    timeout_seconds: float,
 ) -> list[LinkRequest]:
     """The requests for the job's prompts, whose response has the id `name`. Raises KvloomError."""
     wanted, adapter = job.wanted, job.model.adapter
@@ -40,7 +45,7 @@ def link_requests(
     return [_of_prompt(submit, prompt, name, number, len(prompts)) for number, prompt in enumerate(prompts)]
 
 
-def _of_prompt(submit: Submit, prompt: Prompt, name: str, number: int, count: int) -> LinkRequest:
+def _of_prompt(submit: Submit, prompt: PromptInput, name: str, number: int, count: int) -> LinkRequest:
     own = submit
     if count > 1:
         own = Submit()

@@ -29,7 +29,7 @@ from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.formatting.body_guide import BodyGuide, with_calls
 from edge_http.formatting.client_tools import left_out_headers
-from edge_http.openai.prompt import Prompt, chat_prompt
+from edge_http.openai.prompt import PromptInput, chat_prompt
 from edge_http.side_call import side_call
 from edge_http.wire.body import digest_of
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, request_id, session_key
@@ -51,7 +51,7 @@ class _Prepared(NamedTuple):
     """The results of the part of a body that determines the prompt."""
 
     model: ServedModel
-    prompt: Prompt
+    prompt: PromptInput
     tools: MessageTools
     plan: ToolPlan
     parser: ParserSpec | None

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from edge_http.anthropic.blocks import Block, kind_of
+from edge_http.anthropic.blocks import MessageBlock, kind_of
 from edge_http.edge import Edge
 from edge_http.wire.headers import MODEL, ROUTE, session_key
 from edge_http.wire.request_headers import headers_of
@@ -60,7 +60,7 @@ def has_images(messages: Sequence[Any]) -> bool:
 
 
 def _kind(part: Any) -> Any:
-    return kind_of(part) if isinstance(part, Block) else _field(part, "type")
+    return kind_of(part) if isinstance(part, MessageBlock) else _field(part, "type")
 
 
 def _field(value: Any, name: str) -> Any:

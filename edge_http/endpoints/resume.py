@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.formatting.error_formats import error_format_of
-from edge_http.resume.kept_answers import KeptAnswer, WholeBody
+from edge_http.resume.idempotent_answers import IdempotentAnswer, WholeBody
 from edge_http.resume.remote_responses import FoundResponse
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ConnectionReader, ResumableStream
@@ -50,7 +50,7 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     response_id, caller = _response_id(request), credential_digest(request)
     stream = edge.resume.find(response_id, caller)
     if stream is None:
-        kept = edge.kept_answers.find(response_id, caller) if RELAYED in request.headers else None
+        kept = edge.idempotent_answers.find(response_id, caller) if RELAYED in request.headers else None
         if kept is not None:  # another edge got a repeat of the request
             return await deliver_kept(edge, request, kept, is_replay=True)
         found = await edge.remote_responses.find(request, response_id, caller, after)
@@ -78,7 +78,7 @@ async def deliver_found(
     `is_replay`: see `deliver`."""
     if isinstance(found, web.StreamResponse):
         return found
-    if isinstance(found, KeptAnswer):
+    if isinstance(found, IdempotentAnswer):
         return await deliver_kept(edge, request, found, is_replay=True)
     edge.metrics.on_resumed()
     return await deliver(edge, request, found, after, is_replay=is_replay)
@@ -110,13 +110,13 @@ async def deliver(
 
 
 async def deliver_kept(
-    edge: Edge, request: web.BaseRequest, kept: KeptAnswer, *, is_replay: bool
+    edge: Edge, request: web.BaseRequest, kept: IdempotentAnswer, *, is_replay: bool
 ) -> web.StreamResponse:
     """Wait for an answer that is not streamed, and send it. Raises the KvloomError that it ended with."""
     if is_replay:
         edge.metrics.on_resumed()
     try:
-        async with edge.kept_answers.attend(kept) as body:
+        async with edge.idempotent_answers.attend(kept) as body:
             return await send_whole_body(edge, request, body, {REPLAYED: "true"} if is_replay else {})
     except (asyncio.CancelledError, ConnectionError):
         edge.metrics.on_disconnect()

@@ -22,7 +22,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN, Cascade, ChosenRoute, Feature, RouteFacts
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
-from kvloom_common.models.succession import error_to_tell, heirs
+from kvloom_common.models.succession import error_to_report, fallback_models
 
 _LOGPROBS: Final[frozenset[Feature]] = frozenset(("logprobs",))
 
@@ -61,7 +61,7 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
                 return await generate(edge, request, permit, job)
             except KvloomError as error:
                 is_kept = outlives_connection(edge, request, is_stream=job.stream)
-                if is_kept or not any(heirs([(body.model, error)], edge.models)):
+                if is_kept or not any(fallback_models([(body.model, error)], edge.models)):
                     raise
         # The body is needed until a model has taken the request. It is no longer one that is being received.
         return await _RoutedRequest(edge, request, permit, api, raw, body, api.features(body)).generate()
@@ -84,13 +84,13 @@ class _RoutedRequest(Generic[Body]):
     """Those whose answer did not pass a test, and which."""
 
     async def generate(self) -> web.StreamResponse:
-        """Let the first of the models that can do so take the request. Raises `error_to_tell` if none can, or a
+        """Let the first of the models that can do so take the request. Raises `error_to_report` if none can, or a
         KvloomError for which another model would not do better."""
         chosen = self._choose()
         # All attempts together have the time of one.
         deadline = asyncio.get_running_loop().time() + self.edge.config.request_timeout_seconds
         tried = self._tried(chosen)
-        names = itertools.chain(tried, heirs(self.passed, self.edge.models), self._overloaded(tried))
+        names = itertools.chain(tried, fallback_models(self.passed, self.edge.models), self._overloaded(tried))
         for number, name in enumerate(names, start=1):
             job = await self._job(chosen, name)
             if job is None:
@@ -111,7 +111,7 @@ class _RoutedRequest(Generic[Body]):
                 pass_on(self.passed, name, error)
         if not self.passed:  # "auto", and there is no model
             self.edge.usable_model(self.request, self.body.model)
-        raise error_to_tell(self.passed)
+        raise error_to_report(self.passed)
 
     def _choose(self) -> ChosenRoute:
         edge, body = self.edge, self.body

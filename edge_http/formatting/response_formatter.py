@@ -48,7 +48,7 @@ class Envelope(msgspec.Struct, frozen=True):
         }
 
 
-class Finish(msgspec.Struct, frozen=True):
+class ChoiceFinish(msgspec.Struct, frozen=True):
     """How a choice ended."""
 
     reason: str
@@ -138,7 +138,7 @@ class ResponseFormatter(abc.ABC):
         return
 
     @abc.abstractmethod
-    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+    def finish(self, index: int, finish: ChoiceFinish, details: Json | None) -> Sequence[bytes]:
         """Return the events that end a choice."""
 
     @abc.abstractmethod

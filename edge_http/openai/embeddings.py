@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
 from edge_http.formatting.json_bytes import encode_json
-from edge_http.openai.prompt import Prompt, text_prompt, token_prompt
+from edge_http.openai.prompt import PromptInput, text_prompt, token_prompt
 from edge_http.openai.requests import Body, FallbackModels
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import generation_pb2
@@ -73,7 +73,7 @@ def check_dimensions(dimensions: int | None, embedding_size: int) -> None:
 
 async def input_prompts(
     given: str | Sequence[str | int | Sequence[int]], tokenizer: ModelTokenizer, max_model_len: int, *, scope: str
-) -> list[Prompt]:
+) -> list[PromptInput]:
     """One prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len` is the
     model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     if isinstance(given, str):
@@ -100,9 +100,9 @@ async def input_prompts(
 
 async def text_prompts(
     texts: Sequence[str], fields: Sequence[str], tokenizer: ModelTokenizer, max_model_len: int, *, scope: str
-) -> list[Prompt]:
+) -> list[PromptInput]:
     """The prompts of texts; `fields` are their places in the body, `scope` is the caller's. Raises KvloomError."""
-    prompts: list[Prompt] = []
+    prompts: list[PromptInput] = []
     num_tokens = 0
     for text, field in zip(texts, fields, strict=True):
         if not text:
@@ -120,7 +120,7 @@ def check_num_inputs(num_inputs: int, field: str) -> None:
         raise invalid_argument(f"{field} has {num_inputs} entries; at most {MAX_INPUTS} in one request.", field)
 
 
-def check_sizes(prompts: Sequence[Prompt], max_model_len: int) -> None:
+def check_sizes(prompts: Sequence[PromptInput], max_model_len: int) -> None:
     """Raise KvloomError (CONTEXT_LENGTH_EXCEEDED, REQUEST_TOO_LARGE) for inputs that are too long."""
     num_tokens = 0
     for prompt in prompts:

@@ -18,7 +18,7 @@ MAX_CHOICES_PER_REQUEST: Final = 128
 """The limit for all prompts of one completion request together."""
 
 
-class Prompt(NamedTuple):
+class PromptInput(NamedTuple):
     token_ids: Sequence[int]
     text: str
     """The text for the safety service. It is "" when the client sent token ids, which the router then decodes."""
@@ -36,7 +36,7 @@ async def chat_prompt(
     *,
     scope: str,
     is_continued: bool = False,
-) -> tuple[Prompt, str]:
+) -> tuple[PromptInput, str]:
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known;
     `scope` is the caller's (see RequestCallers.cache_scope_of); `is_continued`: the last message is the beginning of
     the answer. Returns the prompt and its rendered text. Raises KvloomError."""
@@ -45,10 +45,10 @@ async def chat_prompt(
     token_ids, rendered = await conversation_prompt(
         tokenizer, messages, tools, template_options, is_continued, scope=scope
     )
-    return Prompt(token_ids, text, field), rendered
+    return PromptInput(token_ids, text, field), rendered
 
 
-def truncated(prompt: Prompt, most: int, window: int, max_tokens: int | None) -> Prompt:
+def truncated(prompt: PromptInput, most: int, window: int, max_tokens: int | None) -> PromptInput:
     """The prompt with its last tokens only, at most so many; -1: as many as the window has besides the answer. Raises
     KvloomError (INVALID_ARGUMENT)."""
     if most < -1 or most == 0:
@@ -70,7 +70,7 @@ async def predicted_tokens(
 
 async def completion_prompts(
     body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0, *, scope: str
-) -> list[Prompt]:
+) -> list[PromptInput]:
     """Return one prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len`
     is the model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     given, adds = body.prompt, body.add_special_tokens is not False
@@ -101,7 +101,7 @@ async def completion_prompts(
 
 async def text_prompt(
     text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int, *, scope: str, add_special_tokens: bool = True
-) -> Prompt:
+) -> PromptInput:
     """Tokenize a text of a caller with this scope (`RequestCallers.cache_scope_of`). Raises KvloomError."""
     check_text_size(len(text), max_model_len, field)
     try:
@@ -111,7 +111,7 @@ async def text_prompt(
         raise
     if not token_ids:
         raise invalid_argument(f"{field} must not be empty.", field)
-    return Prompt(token_ids, text, field)
+    return PromptInput(token_ids, text, field)
 
 
 def check_token_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
@@ -124,7 +124,7 @@ def check_token_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer)
         raise invalid_argument(f"{at} is not a token of this model: ids go from 0 to {tokenizer.vocab_size - 1}.", at)
 
 
-def token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+def token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> PromptInput:
     """The prompt of a client that tokenizes by itself. Raises KvloomError (INVALID_ARGUMENT)."""
     check_token_ids(token_ids, field, tokenizer)
-    return Prompt(token_ids, "", field)
+    return PromptInput(token_ids, "", field)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from edge_http.openai.logprobs import LOWEST_LOGPROB, CompletionLogprobs, shown_token
-from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt import PromptInput
 from edge_http.openai.requests import CompletionBody, GenerationBody
 from kvloom.errors import invalid_argument, unsupported
 from kvloom.sampling import MAX_LOGPROBS, check_prompt_logprobs
@@ -21,7 +21,7 @@ encode_json: Final = msgspec.json.Encoder().encode
 class PromptReport(msgspec.Struct, frozen=True):
     """The part of a request that asks for such a report."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptInput]
     n: int
     """Choices are numbered across all prompts: prompt * n + choice."""
     echoes: bool = False
@@ -83,7 +83,7 @@ def _cut(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
 
 
 def prompt_report(
-    body: GenerationBody, sampling: SamplingParams, prompts: Sequence[Prompt], n: int
+    body: GenerationBody, sampling: SamplingParams, prompts: Sequence[PromptInput], n: int
 ) -> PromptReport | None:
     """The report that a body asks for; None for most. Sets `sampling.prompt_logprobs`. Raises KvloomError."""
     echoes = isinstance(body, CompletionBody) and bool(body.echo)

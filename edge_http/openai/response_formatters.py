@@ -12,7 +12,7 @@ from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, ClientTool, custo
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.error_formats import OPENAI_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
-from edge_http.formatting.response_formatter import DATA, Envelope, Finish, ResponseFormatter, data_event
+from edge_http.formatting.response_formatter import DATA, ChoiceFinish, Envelope, ResponseFormatter, data_event
 from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs, cut_chat_logprobs, cut_token_list
 from edge_http.openai.prompt_report import PromptReport
@@ -173,7 +173,7 @@ class ChatFormatter(OpenAiFormatter):
             return self.output(index, events)
         return super().output_with_logprobs(index, events, logprobs)
 
-    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+    def finish(self, index: int, finish: ChoiceFinish, details: Json | None) -> Sequence[bytes]:
         reason = self._finish_reason(finish.reason)
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
         return (self._chunk(choice, details),)
@@ -296,7 +296,7 @@ class CompletionFormatter(OpenAiFormatter):
     def skip(self, index: int, token_ids: Sequence[int]) -> None:
         self._logprobs[index].skip(token_ids)
 
-    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+    def finish(self, index: int, finish: ChoiceFinish, details: Json | None) -> Sequence[bytes]:
         return (self._chunk({"index": index, "text": "", "logprobs": None, "finish_reason": finish.reason}, details),)
 
     def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:

@@ -79,19 +79,19 @@ class Function(Object):
     """The arguments, as JSON."""
 
 
-class ToolCall(Object):
+class ToolCallObject(Object):
     id: str
     type: Literal["function"]
     function: Function
 
 
-class ChatMessage(Object):
+class ChatMessageObject(Object):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """The model's thoughts before it answered."""
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallObject] | msgspec.UnsetType = msgspec.UNSET
     function_call: Function | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -100,7 +100,7 @@ FinishReason = Literal["stop", "length", "content_filter", "tool_calls", "functi
 
 class ChatChoice(Object):
     index: int
-    message: ChatMessage
+    message: ChatMessageObject
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -121,7 +121,7 @@ class FunctionDelta(Object):
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ToolCallDelta(Object):
+class ToolCallDeltaObject(Object):
     index: int
     function: FunctionDelta
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -133,7 +133,7 @@ class ChatDelta(Object):
     content: str | msgspec.UnsetType = msgspec.UNSET
     refusal: msgspec.UnsetType | None = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDeltaObject] | msgspec.UnsetType = msgspec.UNSET
     function_call: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -213,7 +213,7 @@ class ModerationResult(Object):
     category_applied_input_types: dict[str, list[str]]
 
 
-class Moderation(Object):
+class ModerationObject(Object):
     id: str
     model: str
     """Names the version of the safety policy."""
@@ -231,7 +231,7 @@ class EmbeddingDetails(Object):
     """With the header x-kvloom-receipt: one for each text."""
 
 
-class Embedding(Object):
+class EmbeddingObject(Object):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
@@ -240,7 +240,7 @@ class Embedding(Object):
 
 class EmbeddingList(Object):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     """In the order of the inputs."""
     model: str
     usage: EmbeddingUsage
@@ -268,7 +268,7 @@ class Ranking(Object):
     kvloom: EmbeddingDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-class Score(Object):
+class ScoreObject(Object):
     index: int
     object: Literal["score"]
     score: float
@@ -279,7 +279,7 @@ class Scores(Object):
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoreObject]
     """In the order of the pairs."""
     usage: EmbeddingUsage
     kvloom: EmbeddingDetails | msgspec.UnsetType = msgspec.UNSET
@@ -382,7 +382,7 @@ class BudgetOfAccount(Object):
     remaining: int | str
 
 
-class TenantUsage(Object):
+class TenantUsageObject(Object):
     object: Literal["usage"]
     tenant: str
     data: list[UsageSums]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from edge_http.openapi.parameters import EVERY_ERROR, EVERY_RESPONSE, PARAMETERS, RESPONSE_HEADERS
-from edge_http.openapi.route import EVENT_STREAM, Answer, Route
+from edge_http.openapi.route import EVENT_STREAM, Route, Success
 from edge_http.openapi.schemas import schemas_of
 
 Json = dict[str, Any]
@@ -102,7 +102,7 @@ def _responses(operation: Route, refs: dict[Any, Json], error: Json) -> Json:
     return responses
 
 
-def _content(answer: Answer, refs: dict[Any, Json]) -> Json:
+def _content(answer: Success, refs: dict[Any, Json]) -> Json:
     if answer.content_type == EVENT_STREAM:
         # OpenAPI 3.1 has no word for streams. This is one event as OpenAPI 3.2 describes it.
         data: Json = {"type": "string", "contentMediaType": "application/json"}

@@ -17,7 +17,7 @@ EVENT_STREAM = "text/event-stream"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Success:
     """A response that is no error."""
 
     description: str
@@ -56,7 +56,7 @@ class Route:
     """The type of the JSON body; None: there is none."""
     examples: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Bodies by their titles."""
-    answers: tuple[Answer, ...]
+    answers: tuple[Success, ...]
     errors: tuple[int, ...] = ()
     """The statuses of errors, besides those of every operation."""
     error: Any = None

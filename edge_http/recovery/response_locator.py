@@ -115,7 +115,7 @@ class ResponseLocator:
             return wanted
 
     async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
-        own = self._edge.resume.find(response_id, caller) or self._edge.kept_answers.find(response_id, caller)
+        own = self._edge.resume.find(response_id, caller) or self._edge.idempotent_answers.find(response_id, caller)
         return own or await self.find(request, response_id, caller, after)
 
     @property

@@ -14,12 +14,12 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
-from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt import PromptInput
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.resume.publication import Publication
 from edge_http.resume.records import (
     AnswerState,
-    AttemptRecord,
+    AssignmentRecord,
     RequestsRecord,
     ResponseRecord,
     event_data,
@@ -154,7 +154,7 @@ def recorded_formatter(
     )
     report = None
     if response.echoes and requests is not None:
-        prompts = [Prompt(_prompt_of(submit), submit.prompt_text, "prompt") for submit in requests.submits()]
+        prompts = [PromptInput(_prompt_of(submit), submit.prompt_text, "prompt") for submit in requests.submits()]
         report = PromptReport(prompts, response.n, response.echoes, response.echo_logprobs)
     return formatter_of(recorded_shape(response), envelope, model.tokenizer, report)
 
@@ -174,15 +174,15 @@ def _delivered_text(
 
 def _settle(
     edge: Edge, response: ResponseRecord, submits: Sequence[Submit], state: AnswerState, link_ids: Set[str]
-) -> list[list[AttemptRecord]]:
+) -> list[list[AssignmentRecord]]:
     """Report to the routers how many tokens of the other edges' attempts were delivered: none of an attempt that began
     too late for the journal to know it. Returns these attempts, which are all over now."""
-    settled: list[list[AttemptRecord]] = []
+    settled: list[list[AssignmentRecord]] = []
     for number, (submit, attempts) in enumerate(zip(submits, state.attempts, strict=True)):
         of_prompt = state.token_ids[number * response.n : (number + 1) * response.n]
         num_delivered = sum(map(len, of_prompt))
         over = [
-            AttemptRecord(
+            AssignmentRecord(
                 one.link_id,
                 one.first_token,
                 max(0, num_delivered - one.first_token) if one.num_tokens is None else one.num_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.resume.records import (
     RAW_EVENT,
-    AttemptRecord,
+    AssignmentRecord,
     ChoiceProgressDelta,
     ProgressDelta,
     RequestsRecord,
@@ -52,7 +52,7 @@ class Publication:
         self.response = response
         self.attempts: list[Sequence[Assignment]] = [() for _ in response.prompt_sizes]
         """By prompt: the attempts of its request, one for each link; the lists grow."""
-        self.earlier_attempts: list[list[AttemptRecord]] = [[] for _ in response.prompt_sizes]
+        self.earlier_attempts: list[list[AssignmentRecord]] = [[] for _ in response.prompt_sizes]
         """By prompt: the attempts of edges that had the response before."""
         self.is_taken_over = False
         """Another edge began the response."""
@@ -161,7 +161,7 @@ class Publication:
             ended = itertools.islice(answer.finishes.items(), since.num_finishes, None)
             finishes = [(index, finish.SerializeToString()) for index, finish in ended]
         last_attempts = tuple(attempts[-1] if attempts else None for attempts in self.attempts)
-        attempts: list[tuple[int, list[AttemptRecord]]] = []
+        attempts: list[tuple[int, list[AssignmentRecord]]] = []
         if last_attempts != since.last_attempts:
             attempts = list(enumerate(map(self._attempts_of, range(len(self.attempts)))))
         self._pending = _Progress(num_tokens, num_chars, len(answer.starts), len(answer.finishes), last_attempts)
@@ -169,8 +169,8 @@ class Publication:
             self.response.number, num_events_before, events, choices, starts, finishes, attempts, self.stream.ended
         )
 
-    def _attempts_of(self, prompt: int) -> list[AttemptRecord]:
-        own = [AttemptRecord(one.link_id, one.first_token, one.num_tokens) for one in self.attempts[prompt]]
+    def _attempts_of(self, prompt: int) -> list[AssignmentRecord]:
+        own = [AssignmentRecord(one.link_id, one.first_token, one.num_tokens) for one in self.attempts[prompt]]
         return self.earlier_attempts[prompt] + own
 
 

@@ -77,7 +77,7 @@ class ChoiceProgressDelta(msgspec.Struct, array_like=True):
     """Characters in the text of all tokens up to here."""
 
 
-class AttemptRecord(msgspec.Struct, array_like=True):
+class AssignmentRecord(msgspec.Struct, array_like=True):
     """See kvloom.router_link.tracked_request.Assignment."""
 
     link_id: str
@@ -94,7 +94,7 @@ class ProgressDelta(msgspec.Struct, array_like=True):
     choices: list[ChoiceProgressDelta]
     starts: list[tuple[Count, bytes]]
     finishes: list[tuple[Count, bytes]]
-    attempts: list[tuple[Count, list[AttemptRecord]]]
+    attempts: list[tuple[Count, list[AssignmentRecord]]]
     """By prompt; includes all attempts of a prompt whenever there is a new one."""
     ended: bool
 
@@ -114,7 +114,7 @@ class AnswerState:
         self.num_chars = [0] * num_choices
         self.starts: dict[int, SequenceStart] = {}
         self.finishes: dict[int, SequenceFinish] = {}
-        self.attempts: list[list[AttemptRecord]] = [[] for _ in range(num_prompts)]
+        self.attempts: list[list[AssignmentRecord]] = [[] for _ in range(num_prompts)]
         self.num_events = 0
         self.events: list[tuple[int, bytes]] = []
         """The latest events as (kind, payload), without a gap, up to number `num_events`."""

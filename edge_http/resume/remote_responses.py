@@ -6,12 +6,12 @@ from typing import Protocol
 
 from aiohttp import web
 
-from edge_http.resume.kept_answers import KeptAnswer
+from edge_http.resume.idempotent_answers import IdempotentAnswer
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import not_kept
 
-FoundResponse = web.StreamResponse | ResumableStream | KeptAnswer
+FoundResponse = web.StreamResponse | ResumableStream | IdempotentAnswer
 """Either what another edge answered or left behind, or a stream that continues at this edge now, or an answer that is
 not streamed and that this edge has after all."""
 

@@ -13,7 +13,7 @@ from edge_http.endpoints.health import VERSION
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.response_objects import ErrorBody, OpenApiDocument
 from edge_http.openapi.document import openapi_document
-from edge_http.openapi.route import Answer, Route
+from edge_http.openapi.route import Route, Success
 from edge_http.server.routes import ROUTES
 
 
@@ -49,7 +49,7 @@ API_ROUTES: Final[tuple[Route, ...]] = (
         id="openapi",
         tag="Operation",
         summary="This document",
-        answers=(Answer("OpenAPI 3.1.", OpenApiDocument),),
+        answers=(Success("OpenAPI 3.1.", OpenApiDocument),),
         is_open=True,
         errors=(404,),
     ),

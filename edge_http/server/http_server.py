@@ -168,5 +168,5 @@ class EdgeServer:
     async def stop(self) -> None:
         """Close all connections. Requests that still run are cancelled, in the engine too."""
         await self._edge.resume.close()
-        await self._edge.kept_answers.close()
+        await self._edge.idempotent_answers.close()
         await self._runner.cleanup()

@@ -24,6 +24,8 @@ from kvloom_common.access.listener_tls import ListenerTls, listener_tls
 from kvloom_common.access.tenant_metrics import observe
 from kvloom_common.callers import Callers, configured_callers
 from kvloom_common.config import KvloomConfig
+from kvloom_common.delivery_log import FOLDER as WITNESS_FOLDER
+from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
 from kvloom_common.discovery.records import NameTakenError
 from kvloom_common.limits.memory_watch import MemoryWatch
@@ -38,8 +40,6 @@ from kvloom_common.process.service import StartError, announce_leaving, wait_to_
 from kvloom_common.process.watched_files import following
 from kvloom_common.receipts.key_files import key_path, public_path
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
-from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom_common.usage_witness import UsageWitness
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
 
@@ -109,7 +109,7 @@ async def serve_edge(
     if callers.identities is not None:
         edge.usage = TenantUsage(callers.identities)
         if config.control.witness:
-            edge.witness = UsageWitness(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
+            edge.witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
     rollouts = RolloutFollower(config, trust.sealer, routes)
     catalogue_follower = None if group is None else CatalogueFollower(catalogue, group)
     succession = SuccessionFollower(catalogue, routes, link)

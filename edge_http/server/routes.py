@@ -27,7 +27,7 @@ from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
-from edge_http.openapi.route import EVENT_STREAM, Answer, Handler, Route
+from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
     BROWNOUT,
@@ -83,7 +83,7 @@ _WEATHER: Final = {
 
 
 def _route(
-    path: str, method: str, handler: Handler, name: str, tag: str, summary: str, *answers: Answer, **more: Any
+    path: str, method: str, handler: Handler, name: str, tag: str, summary: str, *answers: Success, **more: Any
 ) -> Route:
     return Route(path=path, method=method, handler=handler, id=name, tag=tag, summary=summary, answers=answers, **more)
 
@@ -93,15 +93,16 @@ def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
     return [
         _route(
             f"{path}/{{id}}", "GET", resume_stream, f"resume{name}", "Text", "Resume a stream",
-            Answer("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
-            Answer("There is nothing more: stop asking.", status=204),
+            Success("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
+            Success("There is nothing more: stop asking.", status=204),
             parameters=("stream", "starting_after", LAST_EVENT_ID, REQUEST_ID), errors=(400, 404, 409, 410, 503),
             has_head=False,
             **more,
         ),
         _route(
             f"{path}/{{id}}/cancel", "POST", cancel_response, f"cancel{name}", "Text", "End a resumable answer",
-            Answer("The generation has ended.", objects.Cancelled), parameters=(REQUEST_ID,), errors=(404, 503), **more,
+            Success("The generation has ended.", objects.Cancelled),
+            parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
     ]  # fmt: skip
 
@@ -109,8 +110,8 @@ def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
 ROUTES: Final[tuple[Route, ...]] = (
     _route(
         "/v1/chat/completions", "POST", chat_completions, "createChatCompletion", "Text", "Answer a conversation",
-        Answer("The answer.", objects.ChatCompletion, headers=_ANSWER_HEADERS),
-        Answer("With stream: true.", objects.ChatCompletionChunk, EVENT_STREAM, headers=_STREAM_HEADERS),
+        Success("The answer.", objects.ChatCompletion, headers=_ANSWER_HEADERS),
+        Success("With stream: true.", objects.ChatCompletionChunk, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=requests.ChatBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={
             "Streamed": {"model": _MODEL, "messages": _MESSAGES, "stream": True},
@@ -121,24 +122,24 @@ ROUTES: Final[tuple[Route, ...]] = (
     *_resumable("/v1/chat/completions", "ChatCompletion", objects.ChatCompletionChunk),
     _route(
         "/v1/completions", "POST", completions, "createCompletion", "Text", "Continue a text",
-        Answer("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
-        Answer("With stream: true.", objects.Completion, EVENT_STREAM, headers=_STREAM_HEADERS),
+        Success("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
+        Success("With stream: true.", objects.Completion, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=requests.CompletionBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A text": {"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32}},
     ),
     *_resumable("/v1/completions", "Completion", objects.Completion),
     _route(
         "/v1/responses", "POST", responses, "createResponse", "Text", "Answer by OpenAI's Responses API",
-        Answer("The response.", objects.Response, headers=_ANSWER_HEADERS),
-        Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
+        Success("The response.", objects.Response, headers=_ANSWER_HEADERS),
+        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),
     *_resumable("/v1/responses", "Response", objects.NamedEvent),
     _route(
         "/v1/messages", "POST", messages, "createMessage", "Text", "Answer by Anthropic's Messages API",
-        Answer("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
-        Answer("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
+        Success("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
+        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
         body=MessagesBody, parameters=GENERATION, errors=_ANTHROPIC_ERRORS, error=objects.AnthropicError,
         headers=ANTHROPIC_LIMITS,
         examples={"A question": {"model": _MODEL, "max_tokens": 32, "messages": _MESSAGES}},
@@ -146,13 +147,13 @@ ROUTES: Final[tuple[Route, ...]] = (
     _route(
         "/v1/responses/input_tokens", "POST", count_input_tokens, "countInputTokens",
         "Text", "The size of a response's prompt",
-        Answer("The number of tokens.", objects.InputTokens),
+        Success("The number of tokens.", objects.InputTokens),
         body=ResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?"}},
     ),
     _route(
         "/v1/messages/count_tokens", "POST", count_tokens, "countTokens", "Text", "The size of a message's prompt",
-        Answer("The number of tokens.", objects.TokenCount),
+        Success("The number of tokens.", objects.TokenCount),
         body=PromptBody, parameters=(REQUEST_ID,), errors=(404, 429, 529), error=objects.AnthropicError,
         headers=(ANTHROPIC_REQUEST_ID,),
         examples={"A question": {"model": _MODEL, "messages": _MESSAGES}},
@@ -162,20 +163,20 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/v1/moderations", "POST", moderations, "createModeration", "Safety", "Judge texts by the safety policy",
-        Answer("One result for each text.", objects.Moderation),
+        Success("One result for each text.", objects.ModerationObject),
         body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
         examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
     ),
     _route(
         "/v1/embeddings", "POST", embeddings, "createEmbedding", "Embeddings", "Vectors of texts",
-        Answer("One vector for each input.", objects.EmbeddingList, headers=_COMMON_HEADERS),
+        Success("One vector for each input.", objects.EmbeddingList, headers=_COMMON_HEADERS),
         body=EmbeddingsBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"Two texts": {"model": _MODEL, "input": ["Looms weave cloth.", "Cats sleep a lot."]}},
     ),
     *(
         _route(
             path, "POST", rerank, f"rerank{number}", "Embeddings", "Order documents by their similarity to a query",
-            Answer("The best first.", objects.Ranking, headers=_COMMON_HEADERS),
+            Success("The best first.", objects.Ranking, headers=_COMMON_HEADERS),
             body=RerankBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two documents": {"model": _MODEL, "query": "weaving", "documents": ["Looms.", "Cats."]}},
         )
@@ -184,7 +185,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     *(
         _route(
             path, "POST", score, f"score{number}", "Embeddings", "How similar texts are",
-            Answer("One score for each pair.", objects.Scores, headers=_COMMON_HEADERS),
+            Success("One score for each pair.", objects.Scores, headers=_COMMON_HEADERS),
             body=ScoreBody, parameters=_EMBEDDING_PARAMETERS, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
             examples={"Two pairs": {"model": _MODEL, "text_1": "weaving", "text_2": ["Looms.", "Cats."]}},
         )
@@ -192,7 +193,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/tokenize", "POST", tokenize, "tokenize", "Text", "The tokens of a text or a conversation",
-        Answer("The ids.", objects.Tokens),
+        Success("The ids.", objects.Tokens),
         body=TokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={
             "A text": {"model": _MODEL, "prompt": "Hello there.", "return_token_strs": True},
@@ -201,39 +202,39 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/detokenize", "POST", detokenize, "detokenize", "Text", "The text of tokens",
-        Answer("The text.", objects.TokensText),
+        Success("The text.", objects.TokensText),
         body=DetokenizeBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"Two tokens": {"model": _MODEL, "tokens": [19556, 665]}},
     ),
     _route(
         "/v1/load_lora_adapter", "POST", load_lora_adapter, "loadLoraAdapter", "Models", "Load an adapter",
-        Answer("The adapter is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
+        Success("The adapter is served.", content_type="text/plain"), body=LoadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law", "lora_path": "law-v2"}},
         scope="admin", is_of_fabric=True,
     ),
     _route(
         "/v1/unload_lora_adapter", "POST", unload_lora_adapter, "unloadLoraAdapter", "Models", "Unload an adapter",
-        Answer("The adapter is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
+        Success("The adapter is gone.", content_type="text/plain"), body=UnloadAdapterBody, parameters=(REQUEST_ID,),
         errors=(404, 429, 501, 503, 504), examples={"An adapter": {"lora_name": "law"}},
         scope="admin", is_of_fabric=True,
     ),
     _route(
         "/v1/models", "GET", list_models, "listModels", "Models", "List the models",
-        Answer("All models.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
+        Success("All models.", objects.ModelList), headers=(ANTHROPIC_REQUEST_ID,),
     ),
     _route(
         "/v1/models/{id}", "GET", get_model, "getModel", "Models", "Describe a model",
-        Answer("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,), takes_slashes=True,
+        Success("The model.", objects.ModelObject), errors=(404,), headers=(ANTHROPIC_REQUEST_ID,), takes_slashes=True,
     ),
     _route(
         "/v1/usage", "GET", usage, "getUsage", "Usage", "The usage of the own tenant",
-        Answer("Sums, and budgets.", objects.TenantUsage), errors=(404, 503),
+        Success("Sums, and budgets.", objects.TenantUsageObject), errors=(404, 503),
         parameters=("first_day", "last_day", "by", "format"), scope="usage",
     ),
     *(
         _route(
             path, "GET", health, name, "Operation", summary,
-            Answer("The process runs.", objects.Status), is_open=True,
+            Success("The process runs.", objects.Status), is_open=True,
         )
         for path, name, summary in (
             ("/health", "health", "Tell that the process runs"),
@@ -242,33 +243,33 @@ ROUTES: Final[tuple[Route, ...]] = (
     ),
     _route(
         "/ready", "GET", ready, "ready", "Operation", "Tell if a shard can take work",
-        Answer("A shard can take work.", objects.Status),
-        Answer("No shard can take work yet, or any more.", objects.Status, status=503), is_open=True,
+        Success("A shard can take work.", objects.Status),
+        Success("No shard can take work yet, or any more.", objects.Status, status=503), is_open=True,
     ),
     _route(
         "/.well-known/kvloom-receipts.json", "GET", receipt_keys, "receiptKeys",
         "Operation", "The public keys of receipts",
-        Answer("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
+        Success("The keys.", objects.ReceiptKeys), is_open=True, errors=(404,),
     ),
     _route(
         "/version", "GET", version, "version", "Operation", "The version",
-        Answer("The version.", objects.Version), is_open=True,
+        Success("The version.", objects.Version), is_open=True,
     ),
     _route(
         "/metrics", "GET", metrics, "metrics", "Operation", "Prometheus metrics",
-        Answer("The metrics of this edge.", content_type="text/plain"), scope="admin", is_of_fabric=True,
+        Success("The metrics of this edge.", content_type="text/plain"), scope="admin", is_of_fabric=True,
     ),
     _route(
         "/metrics/targets", "GET", metrics_targets, "metricsTargets", "Operation",
         "The processes of the fleet that serve metrics",
-        Answer("For Prometheus' HTTP service discovery.", list[objects.TargetGroup]), errors=(503,),
+        Success("For Prometheus' HTTP service discovery.", list[objects.TargetGroup]), errors=(503,),
         scope="admin", is_of_fabric=True,
     ),
     *(
         _route(
             path, "GET", PAGE_ROUTES[path], f"file_{file.rpartition('/')[2].replace('.', '_')}",
             "Pages", f"A file of the {page}",
-            Answer("The file.", content_type=content_type), is_open=True,
+            Success("The file.", content_type=content_type), is_open=True,
         )
         for page, files in (("chat page", PAGE_FILES), ("reference page", DOCS_FILES))
         for path, (file, content_type) in files.items()

@@ -127,7 +127,7 @@ class EdgeConfig(Section):
     """The time from the end of the headers to the end of the body."""
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
-    stays_on_cpu: bool = True
+    is_pinned_to_cpu: bool = True
     """True keeps the event loop on one CPU while nothing else keeps it busy (kvloom_common/process/cpu_affinity.py)."""
     routers: list[Address] = []
     """host:port of each router. Empty: the one of [router], and all that announce themselves in Redis."""

@@ -52,7 +52,7 @@ class DecisionLogConfig(Section):
 class OverloadConfig(Section):
     """Says what happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
 
-    sheds_early: bool = True
+    sheds_load_early: bool = True
     """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
     drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
     `max_queued_requests` and the clock decide."""
@@ -196,7 +196,7 @@ class RouterConfig(Section):
     reflection: bool = True
     """True makes gRPC reflection describe the services to anyone who can connect."""
     drain_timeout_seconds: PositiveFloat = 30.0
-    stays_on_cpu: bool = True
+    is_pinned_to_cpu: bool = True
     """The same as `edge.max_memory_bytes`, for a router."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)

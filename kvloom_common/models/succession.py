@@ -49,7 +49,7 @@ class SuccessionFollower:
                 pass
 
 
-def heirs(passed: Sequence[tuple[str, KvloomError]], models: Mapping[str, ServedModel]) -> Iterator[str]:
+def fallback_models(passed: Sequence[tuple[str, KvloomError]], models: Mapping[str, ServedModel]) -> Iterator[str]:
     """The models that succeed those of `passed` that routers no longer take requests for, each once: a process hears of
     a withdrawal a moment after the router, and what it sends meanwhile is refused. `passed` are the models that have
     been tried, with their errors, and may grow while this is iterated; `models` are those that the process has."""
@@ -64,7 +64,7 @@ def heirs(passed: Sequence[tuple[str, KvloomError]], models: Mapping[str, Served
                     break
 
 
-def error_to_tell(passed: Sequence[tuple[str, KvloomError]]) -> KvloomError:
+def error_to_report(passed: Sequence[tuple[str, KvloomError]]) -> KvloomError:
     """The error that a client gets if none of the models could take its request: that of the first, which it preferred.
     Models that do not exist, or have just been withdrawn, count only if no other was there: that one may be only busy.
     """

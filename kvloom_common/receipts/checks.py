@@ -9,7 +9,7 @@ from kvloom_common.receipts.receipt import Bundle, digest
 from kvloom_common.tenancy.prices import Price
 
 
-class Fault(NamedTuple):
+class ReceiptFault(NamedTuple):
     """Something that is wrong with a receipt."""
 
     part: str
@@ -17,23 +17,25 @@ class Fault(NamedTuple):
     message: str
 
 
-def faults_of(bundle: Bundle) -> Iterator[Fault]:
+def faults_of(bundle: Bundle) -> Iterator[ReceiptFault]:
     """Without those of the signature (keys.py)."""
     receipt = bundle.receipt
     if digest(bundle.request) != receipt.request_digest:
-        yield Fault("request", "the prompt or the parameters are not those that were signed")
+        yield ReceiptFault("request", "the prompt or the parameters are not those that were signed")
     if digest(bundle.output) != receipt.output_digest:
-        yield Fault("output", "the tokens or the reasons for their end are not those that were signed")
+        yield ReceiptFault("output", "the tokens or the reasons for their end are not those that were signed")
     num_output_tokens = sum(len(choice.token_ids) for choice in bundle.output)
     counted = len(bundle.request.prompt_token_ids), num_output_tokens
     if counted != (receipt.num_prompt_tokens, receipt.num_output_tokens):
-        yield Fault(
+        yield ReceiptFault(
             "counts",
             f"it counts {receipt.num_prompt_tokens} prompt and {receipt.num_output_tokens} output tokens, and has "
             f"{counted[0]} and {counted[1]}",
         )
     if not 0 <= receipt.num_cached_tokens <= receipt.num_prompt_tokens:
-        yield Fault("counts", f"{receipt.num_cached_tokens} of {receipt.num_prompt_tokens} prompt tokens were cached")
+        yield ReceiptFault(
+            "counts", f"{receipt.num_cached_tokens} of {receipt.num_prompt_tokens} prompt tokens were cached"
+        )
     cost_nanos = cost_of(
         receipt.price.price,
         receipt.num_prompt_tokens,
@@ -43,7 +45,9 @@ def faults_of(bundle: Bundle) -> Iterator[Fault]:
         is_result_cache_hit=receipt.is_result_cache_hit,
     )
     if cost_nanos != receipt.cost_nanos:
-        yield Fault("price", f"it says {receipt.cost_nanos} billionths, but its tokens cost {cost_nanos} at its price")
+        yield ReceiptFault(
+            "price", f"it says {receipt.cost_nanos} billionths, but its tokens cost {cost_nanos} at its price"
+        )
 
 
 def cost_of(

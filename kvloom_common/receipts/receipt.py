@@ -88,7 +88,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_nanos: int
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestedGeneration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request as the engine got it."""
 
     prompt_token_ids: list[int]
@@ -120,7 +120,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     signature: str
     """Ed25519 of `signed_bytes(receipt)`, in hexadecimal."""
     key_id: str
-    request: Wanted
+    request: RequestedGeneration
     output: list[Output]
 
 
@@ -159,12 +159,12 @@ def decode_bundle(encoded: bytes | str) -> Bundle:
 def wanted_of(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopConditions, max_tokens: int | None,
     indexes: Sequence[int], pooling: Pooling | None = None,
-) -> Wanted:  # fmt: skip
+) -> RequestedGeneration:  # fmt: skip
     limited = StopConditions()
     limited.CopyFrom(stop)
     if max_tokens is not None:
         limited.max_tokens = max_tokens
-    return Wanted(
+    return RequestedGeneration(
         prompt_token_ids=list(prompt_token_ids),
         sampling=_as_json(sampling),
         stop=_as_json(limited),
@@ -173,17 +173,17 @@ def wanted_of(
     )
 
 
-def sampling_of(wanted: Wanted) -> SamplingParams:
+def sampling_of(wanted: RequestedGeneration) -> SamplingParams:
     """Raises ValueError."""
     return _of_json(wanted.sampling, SamplingParams())
 
 
-def pooling_of(wanted: Wanted) -> Pooling | None:
+def pooling_of(wanted: RequestedGeneration) -> Pooling | None:
     """None: an answer was asked for. Raises ValueError."""
     return None if wanted.pooling is UNSET else _of_json(wanted.pooling, Pooling())
 
 
-def stop_of(wanted: Wanted) -> StopConditions:
+def stop_of(wanted: RequestedGeneration) -> StopConditions:
     """Raises ValueError."""
     return _of_json(wanted.stop, StopConditions())
 

@@ -12,7 +12,7 @@ LOG_OVERHEAD_BYTES: Final = 2048
 _COMPACT_EVENTS: Final = 1024
 
 
-class ByteBudget:
+class ReplayBudget:
     """The memory that all logs of a process may hold together. The append that exceeds it calls `on_exceeded`, which
     must make room at once."""
 
@@ -29,7 +29,7 @@ class EventLog:
 
     __slots__ = ("_budget", "_events", "_head", "_max_bytes", "num_bytes", "num_events")
 
-    def __init__(self, max_bytes: int, budget: ByteBudget, num_events: int = 0) -> None:
+    def __init__(self, max_bytes: int, budget: ReplayBudget, num_events: int = 0) -> None:
         """The first event that is appended gets the number `num_events` + 1."""
         self._max_bytes = max_bytes
         self._budget = budget

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvloom_common.config import ResumeConfig
-from kvloom_common.replay.event_log import ByteBudget, EventLog
+from kvloom_common.replay.event_log import EventLog, ReplayBudget
 
 
 class KeptStream(Protocol):
@@ -37,7 +37,7 @@ class StreamRetention(Generic[S]):
         self._config = config
         self._forget = forget
         self._on_evicted = on_evicted
-        self._budget = ByteBudget(config.max_bytes, self._make_room)
+        self._budget = ReplayBudget(config.max_bytes, self._make_room)
         self._running: OrderedDict[S, None] = OrderedDict()
         """The running answers; the next one to lose its events comes first."""
         self._left: OrderedDict[S, None] = OrderedDict()

@@ -16,7 +16,7 @@ MAX_LOST_TOKENS: Final = 16
 connection broke. Without this, honest clients would be charged for what they never got."""
 
 
-class Run(NamedTuple):
+class AnswerRun(NamedTuple):
     """Positions are numbers of tokens, those of all choices together."""
 
     begin: int
@@ -27,10 +27,10 @@ class Run(NamedTuple):
     """Its router was killed meanwhile."""
 
 
-def last_runs(runs: Iterable[Run]) -> list[Run]:
+def last_runs(runs: Iterable[AnswerRun]) -> list[AnswerRun]:
     """The runs that count, each for the whole chain that it ends: the one that came furthest. Any order gives the same.
     They count at least what all runs together have computed, but for MAX_LOST_TOKENS and for lost runs."""
-    lasts: list[Run] = []
+    lasts: list[AnswerRun] = []
     num_left = MAX_LOST_TOKENS
     for run in sorted(runs):
         before = max((last for last in lasts if last.end <= run.begin), key=_end, default=None)
@@ -48,5 +48,5 @@ def last_runs(runs: Iterable[Run]) -> list[Run]:
     return lasts
 
 
-def _end(run: Run) -> int:
+def _end(run: AnswerRun) -> int:
     return run.end

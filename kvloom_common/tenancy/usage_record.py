@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom_common.tenancy.answer_runs import Run, last_runs
+from kvloom_common.tenancy.answer_runs import AnswerRun, last_runs
 
 TIER_SHADOW: Final = "shadow"
 """A request of shadow traffic: a router's own."""
@@ -144,7 +144,7 @@ def counting(records: Iterable[UsageRecord]) -> list[UsageRecord]:
         found = computed
     by_name = {(record.producer, record.number): record for record in found}
     runs = (
-        Run(one.num_resumed_tokens, one.num_output_tokens, name, one.outcome == OUTCOME_LOST)
+        AnswerRun(one.num_resumed_tokens, one.num_output_tokens, name, one.outcome == OUTCOME_LOST)
         for name, one in by_name.items()
     )
     return [by_name[run.name] for run in last_runs(runs)]

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from lab.bench.bench_fabric import Fabric
-from tools.bench.streams import Stream, numbered_prompt, play_one
+from lab.bench.bench_fabric import BenchFabric
+from tools.bench.streams import MeasuredStream, numbered_prompt, play_one
 from tools.failures import CommandError
 
 MAX_ARRIVALS: Final = 20_000
@@ -30,12 +30,12 @@ class Requests(msgspec.Struct, frozen=True):
 
     def stream(
         self, number: int, group: str, *, run_name: str = "", api_key: str = "", is_batch: bool = False
-    ) -> Stream:
+    ) -> MeasuredStream:
         """Request number `number` of a group of requests: the same lengths and the same seed in each run. Its prompt
         begins with the run's name, so that no other run has cached any of it."""
         rng = random.Random(f"{self.seed} {group} {number}")
         num_words = rng.randint(max(1, self.num_prompt_words // 2), self.num_prompt_words)
-        return Stream(
+        return MeasuredStream(
             f"{run_name}-{group}-{number}",
             rng.randint(max(1, self.max_tokens // 2), self.max_tokens),
             numbered_prompt(number, num_words, title=f"{run_name} {group}"),
@@ -61,9 +61,9 @@ def arrival_times(rate: float, begin: float, end: float, rng: random.Random) -> 
 
 
 async def play_arrivals(
-    fabric: Fabric,
-    arrivals: Sequence[tuple[float, Stream]],
-    is_awaited: Callable[[Stream], bool],
+    fabric: BenchFabric,
+    arrivals: Sequence[tuple[float, MeasuredStream]],
+    is_awaited: Callable[[MeasuredStream], bool],
     max_wait_seconds: float,
 ) -> float:
     """Send each stream at its time, in seconds from now. Once those that are awaited have ended, or `max_wait_seconds`
@@ -90,11 +90,11 @@ async def play_arrivals(
 
 
 async def measure_capacity(
-    fabric: Fabric, requests: Requests, num_places: int, seconds: float, api_key: str = ""
+    fabric: BenchFabric, requests: Requests, num_places: int, seconds: float, api_key: str = ""
 ) -> float:
     """The requests per second that the fabric answers when they never run out, measured over the last two thirds of
     `seconds`. `num_places` is how many answers run at the same time. Raises CommandError."""
-    sent: list[Stream] = []
+    sent: list[MeasuredStream] = []
     numbers = itertools.count()
 
     async def ask_without_end() -> None:
@@ -117,7 +117,7 @@ async def measure_capacity(
         await asyncio.gather(*clients, return_exceptions=True)
 
 
-def answers_per_second(streams: Sequence[Stream], begin: float, end: float) -> float:
+def answers_per_second(streams: Sequence[MeasuredStream], begin: float, end: float) -> float:
     """Between two times, in seconds since the epoch. An answer counts by the share of its text that came in between, so
     that a short time suffices. Raises CommandError."""
     finished = [stream for stream in streams if stream.has_finished]

@@ -22,7 +22,7 @@ from lab.bench.disturbed import explain
 from lab.bench.experiment import DATA_DIR, Flag, choice, count, flag, show_progress
 from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.bench.streams import Stream, open_session
+from tools.bench.streams import MeasuredStream, open_session
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model
@@ -108,7 +108,7 @@ def check_engine_options(engine: str, modelled: Collection[str]) -> None:
             raise CommandError(f"{flag} is for --engine {wanted}")
 
 
-class Fabric(msgspec.Struct, frozen=True):
+class BenchFabric(msgspec.Struct, frozen=True):
     """A fabric that runs."""
 
     model: str
@@ -122,7 +122,7 @@ class Fabric(msgspec.Struct, frozen=True):
         """Raises CommandError if the fabric has ended."""
         return [process for process in self.folder.require_running().processes if process.role == role]
 
-    async def explain(self, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
+    async def explain(self, streams: Sequence[MeasuredStream]) -> dict[str, ExplainResponse]:
         """Returns what the router says of each stream, by its name. Raises CommandError."""
         router = self.processes("router")[0]
         return await explain(trust_of_running(self.folder), router.internal_address or router.router_address, streams)
@@ -139,7 +139,7 @@ class Fabric(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def bench_fabric(config: KvloomConfig, tenants: Sequence[str] = ()) -> AsyncIterator[Fabric]:
+async def bench_fabric(config: KvloomConfig, tenants: Sequence[str] = ()) -> AsyncIterator[BenchFabric]:
     """Start a fabric in a folder of its own, which is removed at the end, except after a failure, when its logs are of
     use. Each of `tenants` gets an API key, and without any none is needed. Raises CommandError."""
     folder = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
@@ -150,7 +150,7 @@ async def bench_fabric(config: KvloomConfig, tenants: Sequence[str] = ()) -> Asy
         config.callers.api_keys_file = str(path)
     try:
         async with child_fabric(config, folder) as url, open_session(url) as session:
-            yield Fabric(config.model.name, session, RunFolder(folder), keys)
+            yield BenchFabric(config.model.name, session, RunFolder(folder), keys)
     except CommandError as error:
         raise CommandError(f"{error.message} (the fabric's logs are in {folder / 'logs'})", error.exit_code) from error
     except BaseException:

@@ -23,7 +23,7 @@ from lab.bench.bench_fabric import (
 from lab.bench.brownout_model import BrownoutPlan
 from lab.bench.brownout_run import LADDER, WITHOUT, FabricBrownoutPlan
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, number, show_progress
-from lab.bench.plots import Timeline, draw_goodput
+from lab.bench.plots import RunTimeline, draw_goodput
 
 _MODELLED_SECONDS: Final = 240.0
 _FABRIC_SECONDS: Final = 45.0
@@ -77,7 +77,7 @@ def bench_brownout(engine: str, overload_seconds: float | None, **settings: Any)
     router core and modelled shards in virtual time, or on fabrics of torch or simulated shards that are started for
     it."""
     check_engine_options(engine, modelled=("profile",))
-    timelines: dict[str, Timeline] = {}
+    timelines: dict[str, RunTimeline] = {}
     if engine == MODELLED:
         fields = {field.name for field in dataclasses.fields(BrownoutPlan)} & settings.keys()
         plan = BrownoutPlan(
@@ -98,7 +98,7 @@ def bench_brownout(engine: str, overload_seconds: float | None, **settings: Any)
 
 
 def _run_fabric(
-    engine: str, overload_seconds: float, settings: Mapping[str, Any], timelines: dict[str, Timeline]
+    engine: str, overload_seconds: float, settings: Mapping[str, Any], timelines: dict[str, RunTimeline]
 ) -> dict[str, Any]:
     """Raises CommandError."""
     config = bench_config(engine, **{name: settings[name] for name in SHARD_SETTINGS})

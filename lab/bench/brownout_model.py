@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
-from lab.bench.plots import Timeline
+from lab.bench.plots import RunTimeline
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, SubmitAttempt
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
@@ -86,7 +86,7 @@ def find_capacity(plan: BrownoutPlan) -> float:
 
 def measure(
     plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepConfig]
-) -> tuple[dict[str, Any], Timeline]:
+) -> tuple[dict[str, Any], RunTimeline]:
     """Measure all phases with these steps, or without a ladder."""
     notes = _Notes()
     options = FleetOptions(
@@ -109,10 +109,10 @@ def measure(
         "effects": notes.effects,
     }
     interactive = [one for one in outcomes if not one.call.is_batch]
-    return report, Timeline([(one.arrived_at, _is_good(one, plan)) for one in interactive], notes.steps)
+    return report, RunTimeline([(one.arrived_at, _is_good(one, plan)) for one in interactive], notes.steps)
 
 
-def run(plan: BrownoutPlan, timelines: dict[str, Timeline]) -> dict[str, Any]:
+def run(plan: BrownoutPlan, timelines: dict[str, RunTimeline]) -> dict[str, Any]:
     """Measure with the default ladder, with its last step alone, which only refuses, and without any. `timelines` gets
     each run."""
     capacity, ladder = find_capacity(plan), BrownoutConfig().steps

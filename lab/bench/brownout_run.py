@@ -18,11 +18,11 @@ import msgspec
 
 from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
 from lab.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
-from lab.bench.bench_fabric import Fabric, bench_fabric
+from lab.bench.bench_fabric import BenchFabric, bench_fabric
 from lab.bench.brownout_model import phases_of
 from lab.bench.modelled import share_of
-from lab.bench.plots import Timeline
-from tools.bench.streams import Stream
+from lab.bench.plots import RunTimeline
+from tools.bench.streams import MeasuredStream
 from tools.simulate.statistics import quantile
 
 LADDER: Final = "ladder"
@@ -69,14 +69,17 @@ class FabricBrownoutPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Run(msgspec.Struct, frozen=True):
-    arrivals: Sequence[tuple[float, Stream]]
+class BrownoutRun(msgspec.Struct, frozen=True):
+    arrivals: Sequence[tuple[float, MeasuredStream]]
     steps: Sequence[tuple[float, int]]
     """(seconds from the beginning, step) of each change."""
 
 
 async def run(
-    config: KvloomConfig, plan: FabricBrownoutPlan, timelines: dict[str, Timeline], on_progress: Callable[[str], None]
+    config: KvloomConfig,
+    plan: FabricBrownoutPlan,
+    timelines: dict[str, RunTimeline],
+    on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Start two fabrics, one after the other. `timelines` gets each run. Raises CommandError."""
     total = plan.phases[-1][2]
@@ -96,7 +99,7 @@ async def run(
         on_progress(f"with the ladder, {total:g} s")
         ladder = await _play(fabric, plan, LADDER, capacity)
     for name, one in ((LADDER, ladder), (WITHOUT, without)):
-        timelines[name] = Timeline([(at, is_good(s, plan)) for at, s in one.arrivals if not s.is_batch], one.steps)
+        timelines[name] = RunTimeline([(at, is_good(s, plan)) for at, s in one.arrivals if not s.is_batch], one.steps)
     return {
         "engine": config.shard.engine,
         "device": config.shard.torch.device,
@@ -113,14 +116,14 @@ async def run(
     }
 
 
-async def _until_whole(fabric: Fabric, plan: FabricBrownoutPlan) -> None:
+async def _until_whole(fabric: BenchFabric, plan: FabricBrownoutPlan) -> None:
     """Until the router has taken back the steps of the time in which requests never ran out. Raises TimeoutError."""
     async with asyncio.timeout(60.0 + 16 * plan.ladder().hold_seconds):
         while await fabric.brownout_step():  # noqa: ASYNC110  (only the router's metrics say so)
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _play(fabric: Fabric, plan: FabricBrownoutPlan, name: str, capacity: float) -> Run:
+async def _play(fabric: BenchFabric, plan: FabricBrownoutPlan, name: str, capacity: float) -> BrownoutRun:
     """Requests that had no first token within the objective after the last arrival are given up by their clients."""
     rng = random.Random(f"{plan.requests.seed} arrivals")
     times = [at for _, begin, end, load in plan.phases for at in arrival_times(load * capacity, begin, end, rng)]
@@ -137,10 +140,10 @@ async def _play(fabric: Fabric, plan: FabricBrownoutPlan, name: str, capacity: f
         ended = await asyncio.gather(watching, return_exceptions=True)
     if isinstance(ended[0], Exception):
         raise ended[0]
-    return Run(arrivals, steps)
+    return BrownoutRun(arrivals, steps)
 
 
-async def _watch_step(fabric: Fabric, steps: list[tuple[float, int]]) -> None:
+async def _watch_step(fabric: BenchFabric, steps: list[tuple[float, int]]) -> None:
     """Add each change of the step, until cancelled. Raises CommandError."""
     began, last = time.monotonic(), 0
     while True:
@@ -151,12 +154,12 @@ async def _watch_step(fabric: Fabric, steps: list[tuple[float, int]]) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def is_good(stream: Stream, plan: FabricBrownoutPlan) -> bool:
+def is_good(stream: MeasuredStream, plan: FabricBrownoutPlan) -> bool:
     ttft = stream.ttft_seconds
     return not stream.error and ttft is not None and ttft <= plan.ttft_slo_seconds
 
 
-def report_of(run: Run, plan: FabricBrownoutPlan) -> dict[str, Any]:
+def report_of(run: BrownoutRun, plan: FabricBrownoutPlan) -> dict[str, Any]:
     effects: dict[str, int] = {}
     for _, stream in run.arrivals:
         for effect in effects_of(stream):
@@ -172,14 +175,14 @@ def report_of(run: Run, plan: FabricBrownoutPlan) -> dict[str, Any]:
     }
 
 
-def effects_of(stream: Stream) -> list[str]:
+def effects_of(stream: MeasuredStream) -> list[str]:
     """Returns what the ladder did to a request, by its answer's header, or by the code of its refusal."""
     if stream.error:
         return ["refused"] if stream.error_code == "brownout" else []
     return [effect.partition("=")[0].strip() for effect in stream.brownout.split(";")[1:]]
 
 
-def row_of(streams: Sequence[Stream], seconds: float, plan: FabricBrownoutPlan) -> dict[str, Any]:
+def row_of(streams: Sequence[MeasuredStream], seconds: float, plan: FabricBrownoutPlan) -> dict[str, Any]:
     """Refused are also those that were dropped from a queue; other errors are counted by themselves. A request that was
     not refused and had no first token counts in the percentiles as one that waits for ever."""
     interactive = [stream for stream in streams if not stream.is_batch]

@@ -46,7 +46,7 @@ SYSTEM_PROMPT: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exchange:
+class ConversationTurn:
     """One turn of one conversation. Times are readings of the monotonic clock, in seconds."""
 
     conversation: int
@@ -78,7 +78,7 @@ def user_message(conversation: int, turn: int) -> str:
 
 async def play(
     url: str, model: str, *, num_conversations: int, num_turns: int, max_tokens: int, think_seconds: float
-) -> list[Exchange]:
+) -> list[ConversationTurn]:
     """Play all conversations concurrently. Each one waits for an answer and then for up to `think_seconds`, which are
     random but the same in every run. Returns the exchanges in the order in which they were sent. Raises CommandError.
     """
@@ -107,10 +107,10 @@ async def _converse(
     num_turns: int,
     max_tokens: int,
     think_seconds: float,
-) -> list[Exchange]:
+) -> list[ConversationTurn]:
     rng = random.Random(conversation)
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
-    exchanges: list[Exchange] = []
+    exchanges: list[ConversationTurn] = []
     for turn in range(num_turns):
         if turn:
             await asyncio.sleep(think_seconds * rng.random())
@@ -129,7 +129,7 @@ async def _ask(
     turn: int,
     messages: list[dict[str, str]],
     max_tokens: int,
-) -> tuple[Exchange, str]:
+) -> tuple[ConversationTurn, str]:
     body = {
         "model": model,
         "messages": messages,
@@ -157,7 +157,7 @@ async def _ask(
     ended_at = time.monotonic()
     if not usage:
         raise CommandError("the fabric broke an answer off")
-    exchange = Exchange(
+    exchange = ConversationTurn(
         conversation=conversation,
         turn=turn,
         messages=messages,

@@ -18,7 +18,7 @@ import click
 from kvloom_common.config import KvloomConfig, ModelConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from lab.bench.bench_fabric import MODEL
-from lab.bench.conversations import Exchange, play
+from lab.bench.conversations import ConversationTurn, play
 from lab.bench.experiment import (
     DATA_DIR,
     Column,
@@ -107,7 +107,7 @@ async def _play_on_fresh_fabric(
     return _turns(exchanges, prompts, config.shard.block_size)
 
 
-async def _prompt_of(exchange: Exchange, tokenizer: ModelTokenizer) -> list[int]:
+async def _prompt_of(exchange: ConversationTurn, tokenizer: ModelTokenizer) -> list[int]:
     messages = [ChatMessage(message["role"], message["content"]) for message in exchange.messages]
     prompt, _ = await tokenizer.encode_chat(messages)
     if len(prompt) != exchange.num_prompt_tokens:
@@ -117,7 +117,9 @@ async def _prompt_of(exchange: Exchange, tokenizer: ModelTokenizer) -> list[int]
     return prompt.tolist()
 
 
-def _turns(exchanges: Sequence[Exchange], prompts: Sequence[Sequence[int]], block_size: int) -> list[dict[str, Any]]:
+def _turns(
+    exchanges: Sequence[ConversationTurn], prompts: Sequence[Sequence[int]], block_size: int
+) -> list[dict[str, Any]]:
     requests = [
         CachedRequest(prompt, one.num_output_tokens, one.sent_at, one.first_text_at, one.ended_at)
         for one, prompt in zip(exchanges, prompts, strict=True)

@@ -10,13 +10,15 @@ import grpc.aio
 from kvloom.v1.router_service_pb2 import ExplainRequest, ExplainResponse
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.trust.fabric_trust import FabricTrust
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 from tools.failures import CommandError
 
 CALL_TIMEOUT_SECONDS: Final = 10.0
 
 
-async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Stream]) -> dict[str, ExplainResponse]:
+async def explain(
+    trust: FabricTrust, router_address: str, streams: Sequence[MeasuredStream]
+) -> dict[str, ExplainResponse]:
     """Returns what the router says of each stream, by its name. Raises CommandError."""
     async with trust.open_channel(router_address, "router") as channel:
         stub = RouterServiceStub(channel)
@@ -30,7 +32,7 @@ async def explain(trust: FabricTrust, router_address: str, streams: Sequence[Str
         return answers
 
 
-def num_tokens_computed_again(stream: Stream, explained: ExplainResponse) -> int:
+def num_tokens_computed_again(stream: MeasuredStream, explained: ExplainResponse) -> int:
     """Tokens of prompt and answer that the stream's later shards had to compute, because they were not cached there."""
     return sum(
         explained.outcome.num_prompt_tokens

@@ -128,7 +128,9 @@ def _core_config(plan: FairnessPlan) -> CoreConfig:
     if plan.competing_prefill_seconds is not None:
         fairness = msgspec.structs.replace(fairness, competing_prefill_seconds=plan.competing_prefill_seconds)
     return router_core(
-        fairness=fairness, policy=plan.policy, overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
+        fairness=fairness,
+        policy=plan.policy,
+        overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_load_early=True),
     )
 
 

@@ -14,9 +14,9 @@ import msgspec
 
 from kvloom_common.config import KvloomConfig
 from lab.bench.arrivals import Requests, arrival_times, measure_capacity, play_arrivals
-from lab.bench.bench_fabric import Fabric, bench_fabric
+from lab.bench.bench_fabric import BenchFabric, bench_fabric
 from lab.bench.fairness_model import CALM, FLOOD, rise
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 from tools.simulate.runs import Curves
 from tools.simulate.statistics import quantile
 
@@ -47,8 +47,8 @@ class FabricFairnessPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Run(msgspec.Struct, frozen=True):
     """The requests of one run, each with when it was sent, in seconds from the beginning."""
 
-    calm: Sequence[tuple[float, Stream]]
-    flood: Sequence[tuple[float, Stream]]
+    calm: Sequence[tuple[float, MeasuredStream]]
+    flood: Sequence[tuple[float, MeasuredStream]]
     began_at: float
     """In seconds since the epoch."""
 
@@ -96,7 +96,9 @@ async def run(
     }
 
 
-async def _play(fabric: Fabric, plan: FabricFairnessPlan, name: str, capacity: float, *, flood_as: str | None) -> Run:
+async def _play(
+    fabric: BenchFabric, plan: FabricFairnessPlan, name: str, capacity: float, *, flood_as: str | None
+) -> Run:
     rate = plan.calm_load * capacity
     calm = _arrivals(plan, CALM, rate, name, fabric.keys[CALM])
     flood = [] if flood_as is None else _arrivals(plan, FLOOD, rate * plan.flood_factor, name, fabric.keys[flood_as])
@@ -109,14 +111,14 @@ async def _play(fabric: Fabric, plan: FabricFairnessPlan, name: str, capacity: f
 
 def _arrivals(
     plan: FabricFairnessPlan, group: str, rate: float, run_name: str, api_key: str
-) -> list[tuple[float, Stream]]:
+) -> list[tuple[float, MeasuredStream]]:
     times = arrival_times(rate, 0.0, plan.seconds, random.Random(f"{plan.requests.seed} {group} arrivals"))
     return [
         (at, plan.requests.stream(number, group, run_name=run_name, api_key=api_key)) for number, at in enumerate(times)
     ]
 
 
-def row_of(sent: Sequence[tuple[float, Stream]], began_at: float, plan: FabricFairnessPlan) -> dict[str, Any]:
+def row_of(sent: Sequence[tuple[float, MeasuredStream]], began_at: float, plan: FabricFairnessPlan) -> dict[str, Any]:
     """Requests whose client left before their answer had ended are neither answered nor errors."""
     counted = _counted(sent, plan)
     ttfts = _ttfts(counted)
@@ -131,16 +133,16 @@ def row_of(sent: Sequence[tuple[float, Stream]], began_at: float, plan: FabricFa
     }
 
 
-def served_per_second(sent: Sequence[tuple[float, Stream]], began_at: float, plan: FabricFairnessPlan) -> float:
+def served_per_second(sent: Sequence[tuple[float, MeasuredStream]], began_at: float, plan: FabricFairnessPlan) -> float:
     """Prompt and output tokens."""
     return _per_second(sent, began_at, plan, lambda stream: stream.num_prompt_tokens + stream.num_output_tokens)
 
 
 def _per_second(
-    sent: Sequence[tuple[float, Stream]],
+    sent: Sequence[tuple[float, MeasuredStream]],
     began_at: float,
     plan: FabricFairnessPlan,
-    tokens_of: Callable[[Stream], int],
+    tokens_of: Callable[[MeasuredStream], int],
 ) -> float:
     """Returns a figure per second of the answers that ended after the warm-up and while requests were sent."""
     begin, end = began_at + plan.warm_up_seconds, began_at + plan.seconds
@@ -148,11 +150,11 @@ def _per_second(
     return round(sum(map(tokens_of, ended)) / (plan.seconds - plan.warm_up_seconds), 1)
 
 
-def _counted(sent: Sequence[tuple[float, Stream]], plan: FabricFairnessPlan) -> list[Stream]:
+def _counted(sent: Sequence[tuple[float, MeasuredStream]], plan: FabricFairnessPlan) -> list[MeasuredStream]:
     return [stream for at, stream in sent if at >= plan.warm_up_seconds]
 
 
-def _ttfts(streams: Sequence[Stream]) -> list[float]:
+def _ttfts(streams: Sequence[MeasuredStream]) -> list[float]:
     return sorted(ttft for stream in streams if (ttft := stream.ttft_seconds) is not None)
 
 

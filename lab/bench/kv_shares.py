@@ -42,7 +42,7 @@ class KvSharesPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurns:
     """The same turn of all conversations."""
 
     num_prompt_tokens: int
@@ -58,7 +58,7 @@ class Hits:
     """The cache hits of the conversations. The totals are without their first turns, which nothing cached can
     answer."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[ConversationTurns]
     num_last_resorts: int
 
     @property
@@ -125,7 +125,7 @@ async def _play(session: _Session, plan: KvSharesPlan, model: str, *, has_flood:
     rng = random.Random("kv-shares")
     share = KvShare(1, plan.percent) if has_share else None
     histories: list[list[int]] = [[] for _ in range(plan.num_conversations)]
-    turns: list[Turn] = []
+    turns: list[ConversationTurns] = []
     for turn in range(plan.num_turns):
         flood = [
             session.submit(_request(f"flood-{turn}-{i}", model, "flood", _draw(rng, FLOOD_PROMPT_TOKENS), None))
@@ -139,7 +139,7 @@ async def _play(session: _Session, plan: KvSharesPlan, model: str, *, has_flood:
         ]
         answers = await asyncio.gather(*map(session.ask, questions))
         num_prompt_tokens = sum(len(question.prompt_token_ids) for question in questions)
-        turns.append(Turn(num_prompt_tokens, sum(num_cached for _, num_cached in answers)))
+        turns.append(ConversationTurns(num_prompt_tokens, sum(num_cached for _, num_cached in answers)))
         for history, question, (token_ids, _) in zip(histories, questions, answers, strict=True):
             history[:] = [*question.prompt_token_ids, *token_ids]
         await asyncio.gather(*flood)

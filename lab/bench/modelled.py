@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvloom_common.config import KvloomConfig
 from router.core.core import CoreConfig
-from router.core_config import core_config
+from router.core_settings import core_config
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Call

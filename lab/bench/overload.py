@@ -25,7 +25,7 @@ WARM_UP_SHARE: Final = 0.25
 """Share of the virtual time whose arrivals are not counted."""
 _TITLES: Final = {
     "shedding": "Requests are refused early",
-    "without": "Only a full queue refuses (sheds_early = false)",
+    "without": "Only a full queue refuses (sheds_load_early = false)",
 }
 _COLUMNS: Final = (
     Column("load", "load", "g", "x"),
@@ -57,7 +57,7 @@ def find_capacity(plan: OverloadPlan) -> float:
     return fleet_capacity(plan.num_shards, plan.profile, LENGTHS, plan.seed)
 
 
-def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_early: bool) -> dict[str, Any]:
+def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_load_early: bool) -> dict[str, Any]:
     """Measure one row of the table."""
     options = FleetOptions(
         profile=PROFILES[plan.profile],
@@ -67,7 +67,7 @@ def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_early: bo
         core_config=router_core(
             policy=plan.policy,
             request_timeout_seconds=plan.deadline_seconds,
-            overload=_overload(sheds_early=sheds_early),
+            overload=_overload(sheds_load_early=sheds_load_early),
         ),
     )
     outcomes = simulate(RandomCalls([(0.0, plan.seconds, load * capacity)], LENGTHS, plan.seed), options).outcomes
@@ -92,8 +92,8 @@ def run(plan: OverloadPlan) -> dict[str, Any]:
     """Measure every load with and without early shedding."""
     capacity = find_capacity(plan)
     runs = {
-        name: [measure(plan, capacity, load, sheds_early=sheds_early) for load in plan.loads]
-        for name, sheds_early in (("shedding", True), ("without", False))
+        name: [measure(plan, capacity, load, sheds_load_early=sheds_load_early) for load in plan.loads]
+        for name, sheds_load_early in (("shedding", True), ("without", False))
     }
     return {
         "capacity_per_second": round(capacity, 2),
@@ -113,8 +113,8 @@ def _kept(rows: Sequence[dict[str, Any]]) -> float:
     return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
 
 
-def _overload(*, sheds_early: bool) -> OverloadConfig:
-    return router_core().overload if sheds_early else NO_OVERLOAD_CONTROL
+def _overload(*, sheds_load_early: bool) -> OverloadConfig:
+    return router_core().overload if sheds_load_early else NO_OVERLOAD_CONTROL
 
 
 def _wasted_share(outcomes: Sequence[Outcome]) -> float:

@@ -15,7 +15,7 @@ _NUM_BINS: Final = 40
 """A timeline has so many bins."""
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class RunTimeline(msgspec.Struct, frozen=True):
     """A run over time, in seconds from its beginning."""
 
     requests: Sequence[tuple[float, bool]]
@@ -40,7 +40,7 @@ def draw_hit_rates(path: Path, rates: Mapping[str, Sequence[float]], title: str)
     save(figure, path)
 
 
-def draw_goodput(path: Path, timelines: Mapping[str, Timeline], overload: tuple[float, float], title: str) -> None:
+def draw_goodput(path: Path, timelines: Mapping[str, RunTimeline], overload: tuple[float, float], title: str) -> None:
     """Draw the share of good requests over time, a line for each run, and below it the brownout step of each.
     `overload` is when it begins and ends. Raises CommandError."""
     figure = figure_class()(figsize=(11, 6), layout="constrained")

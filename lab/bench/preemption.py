@@ -12,10 +12,10 @@ import msgspec
 
 from kvloom.v1.router_service_pb2 import ExplainResponse
 from kvloom_common.config import KvloomConfig, PriorityClassConfig
-from lab.bench.bench_fabric import SHARD_FLAGS, Device, Fabric, bench_config, bench_fabric
+from lab.bench.bench_fabric import SHARD_FLAGS, BenchFabric, Device, bench_config, bench_fabric
 from lab.bench.disturbed import num_differing_bytes, num_tokens_computed_again
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, show_progress
-from tools.bench.streams import Stream, numbered_prompt, play, play_one
+from tools.bench.streams import MeasuredStream, numbered_prompt, play, play_one
 from tools.failures import CommandError
 from tools.simulate.plot import draw
 from tools.simulate.runs import Curves
@@ -167,10 +167,10 @@ async def run(
     return PreemptionReport(config.shard.engine, config.shard.num_started, config.shard.max_batch, plan, rows)
 
 
-def _batch(plan: PreemptionPlan, run_name: str) -> list[Stream]:
+def _batch(plan: PreemptionPlan, run_name: str) -> list[MeasuredStream]:
     """The same requests in every run, but for their names."""
     return [
-        Stream(
+        MeasuredStream(
             f"{run_name}-batch-{number}",
             batch_length(number, plan),
             numbered_prompt(number, plan.num_prompt_words),
@@ -187,10 +187,10 @@ def batch_length(number: int, plan: PreemptionPlan) -> int:
     return least + (plan.max_tokens - least) * number // max(1, plan.num_batch - 1)
 
 
-def _urgent(plan: PreemptionPlan, run_name: str) -> list[Stream]:
+def _urgent(plan: PreemptionPlan, run_name: str) -> list[MeasuredStream]:
     """The prompts of each run are new, so that none is cached."""
     return [
-        Stream(
+        MeasuredStream(
             f"{run_name}-urgent-{number}",
             plan.max_urgent_tokens,
             numbered_prompt(number, plan.num_prompt_words, title=f"Urgent {run_name}"),
@@ -202,7 +202,10 @@ def _urgent(plan: PreemptionPlan, run_name: str) -> list[Stream]:
 
 
 async def _play_both(
-    fabric: Fabric, batch: Sequence[Stream], urgent: Sequence[Stream], alone: Sequence[Stream]
+    fabric: BenchFabric,
+    batch: Sequence[MeasuredStream],
+    urgent: Sequence[MeasuredStream],
+    alone: Sequence[MeasuredStream],
 ) -> None:
     """Send each urgent request when the batch has its share of the text that it had alone."""
     num_pieces = sum(len(stream.pieces_at) for stream in alone)
@@ -220,7 +223,7 @@ async def _play_both(
         await asyncio.gather(batch_playing, *urgent_playing, return_exceptions=True)
 
 
-async def _until_begun(batch: Sequence[Stream], num_pieces: float, batch_playing: asyncio.Task[None]) -> None:
+async def _until_begun(batch: Sequence[MeasuredStream], num_pieces: float, batch_playing: asyncio.Task[None]) -> None:
     """Wait until the batch has so many pieces of text. Raises CommandError if it ends before."""
     while sum(len(stream.pieces_at) for stream in batch) < num_pieces:
         if batch_playing.done():
@@ -236,9 +239,9 @@ def arrival_shares(num_urgent: int) -> list[float]:
 
 def row_of(
     name: str,
-    urgent: Sequence[Stream],
-    batch: Sequence[Stream],
-    alone: Sequence[Stream],
+    urgent: Sequence[MeasuredStream],
+    batch: Sequence[MeasuredStream],
+    alone: Sequence[MeasuredStream],
     explained: Mapping[str, ExplainResponse],
 ) -> PreemptionRow:
     """`explained` has what the router says of the batch's streams, where it matters."""
@@ -261,5 +264,5 @@ def row_of(
     )
 
 
-def _ttfts(streams: Sequence[Stream]) -> list[float]:
+def _ttfts(streams: Sequence[MeasuredStream]) -> list[float]:
     return sorted(ttft for stream in streams if (ttft := stream.ttft_seconds) is not None)

@@ -22,7 +22,7 @@ from kvloom_common.trust.fabric_trust import FabricTrust
 from lab.bench.bench_fabric import SHARD_FLAGS, Device, bench_config, bench_fabric
 from lab.bench.disturbed import CALL_TIMEOUT_SECONDS, num_differing_bytes, num_tokens_computed_again
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
-from tools.bench.streams import Stream, numbered_prompt, play
+from tools.bench.streams import MeasuredStream, numbered_prompt, play
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.options import Seconds
@@ -128,10 +128,10 @@ async def run(config: KvloomConfig, plan: NoticePlan) -> NoticeReport:
         return _report(undisturbed, disturbed, await fabric.explain(disturbed), ended)
 
 
-def _streams(plan: NoticePlan, run_name: str) -> list[Stream]:
+def _streams(plan: NoticePlan, run_name: str) -> list[MeasuredStream]:
     short = max(1, plan.max_tokens // 5)
     return [
-        Stream(
+        MeasuredStream(
             f"{run_name}-{number}",
             plan.max_tokens if number % _SHORT_SHARE else short,
             numbered_prompt(number, plan.num_prompt_words),
@@ -141,7 +141,7 @@ def _streams(plan: NoticePlan, run_name: str) -> list[Stream]:
     ]
 
 
-async def _until_begun(streams: Sequence[Stream], playing: asyncio.Task[None]) -> None:
+async def _until_begun(streams: Sequence[MeasuredStream], playing: asyncio.Task[None]) -> None:
     num_wanted = _BEGUN_SHARE * sum(stream.max_tokens for stream in streams)
     while not all(stream.pieces_at for stream in streams) or sum(len(s.pieces_at) for s in streams) < num_wanted:
         if playing.done():
@@ -192,7 +192,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _report(
-    undisturbed: Sequence[Stream], disturbed: Sequence[Stream], explained: dict[str, ExplainResponse], ended: _Ended
+    undisturbed: Sequence[MeasuredStream],
+    disturbed: Sequence[MeasuredStream],
+    explained: dict[str, ExplainResponse],
+    ended: _Ended,
 ) -> NoticeReport:
     num_on_shard = num_finished = num_moved = num_returned = num_again = 0
     for stream in disturbed:

@@ -78,7 +78,7 @@ class Timing(msgspec.Struct, frozen=True):
     """The most that an answer to the attacker has said of a prompt of the victim."""
 
 
-class Attack(NamedTuple):
+class TimingAttack(NamedTuple):
     stub: RouterServiceStub
     model: str
     num_prompt_tokens: int
@@ -149,7 +149,7 @@ async def _measure(
                 raise CommandError("the fabric has ended")
             victim, attacker = [await _new_key(folder, project) for project in ("victim/app", "attacker/app")]
             async with grpc.aio.insecure_channel(state.router_address) as channel:
-                attack = Attack(RouterServiceStub(channel), config.model.name, num_prompt_tokens)
+                attack = TimingAttack(RouterServiceStub(channel), config.model.name, num_prompt_tokens)
                 for key in (victim, attacker):
                     await _wait_until_valid(attack, key)
                 rng = random.Random(seed)
@@ -165,7 +165,7 @@ async def _measure(
 
 
 async def _timing(
-    attack: Attack, victim: str, attacker: str, num_prompts: int, until: float, rng: random.Random
+    attack: TimingAttack, victim: str, attacker: str, num_prompts: int, until: float, rng: random.Random
 ) -> Timing:
     """`victim` and `attacker` are keys; `until` on the monotonic clock."""
     repeated: list[float] = []
@@ -186,7 +186,7 @@ async def _timing(
     return Timing(len(fresh), found.value, found.low, found.high, repeated_ms, fresh_ms, max_cached)
 
 
-async def _first_token(attack: Attack, key: str, prompt: Sequence[int]) -> tuple[float, int]:
+async def _first_token(attack: TimingAttack, key: str, prompt: Sequence[int]) -> tuple[float, int]:
     """(seconds to the first token, tokens said to be cached). Raises CommandError."""
     stop = StopConditions(max_tokens=1, ignore_eos=True)
     request = pb.GenerateRequest(model=attack.model, token_ids=pb.TokenIds(ids=prompt), stop=stop)
@@ -206,7 +206,7 @@ async def _first_token(attack: Attack, key: str, prompt: Sequence[int]) -> tuple
     return first, num_cached
 
 
-async def _wait_until_valid(attack: Attack, key: str) -> None:
+async def _wait_until_valid(attack: TimingAttack, key: str) -> None:
     """A new key is known to routers a moment later."""
     deadline = time.monotonic() + _KEY_SECONDS
     prompt = list(_TOKEN_IDS[:32])

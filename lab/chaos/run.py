@@ -22,7 +22,7 @@ from lab.chaos.attackers.targets import attackers_tenants
 from lab.chaos.checking.absences import absence_figures, absence_problems
 from lab.chaos.checking.attack_report import attack_figures
 from lab.chaos.checking.explanations import FleetSize
-from lab.chaos.checking.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
+from lab.chaos.checking.memory import SAMPLE_SECONDS, MemorySamples, soak_problems
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report import make_report
 from lab.chaos.checking.usage_log import UsageLog
@@ -182,7 +182,7 @@ class _Run:
         self._cluster = Cluster(plan.config(), data_dir, self._events.append, self._change_spec)
         self._cluster.user_seed, self._cluster.attacks = plan.seed, plan.attacks
         self._records: list[Record] = []
-        self._memory = MemoryWatch()
+        self._memory = MemorySamples()
         self._tenancy: Tenancy | None = None
         if plan.num_tenants:
             self._tenancy = Tenancy(self._cluster, plan.num_tenants, plan.seed, self._may_attack)

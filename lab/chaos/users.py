@@ -16,7 +16,7 @@ from lab.chaos.clients.http_client import PATHS, HttpClient
 from lab.chaos.clients.oracle import Oracle, prompt_ids_of
 from lab.chaos.clients.questions import Endpoint, Question, UserCall, draw_call, draw_question
 from lab.chaos.clients.sdk_client import SdkClient
-from lab.chaos.clients.transcript import End, Transcript, cut_short
+from lab.chaos.clients.transcript import AnswerEnd, Transcript, cut_short
 from lab.chaos.tenants.population import ChaosTenant
 from lab.chaos.tenants.trespass import OpenAnswer
 
@@ -104,9 +104,9 @@ async def _ask(context: UserContext, call: UserCall, rng: random.Random, number:
                 key = None if tenant is None else lambda: tenant.current_key.secret
                 await context.http.ask(call, prompt_ids, transcript, rng, name, key)
     except TimeoutError:
-        if transcript.end not in (End.REFUSED, End.UNREACHABLE):
+        if transcript.end not in (AnswerEnd.REFUSED, AnswerEnd.UNREACHABLE):
             transcript.log(f"gave up after event {transcript.num_events}")
-            transcript.end = End.SILENT
+            transcript.end = AnswerEnd.SILENT
     finally:
         context.open_answers.pop(name, None)
     transcript.ended_at = time.monotonic()

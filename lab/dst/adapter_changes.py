@@ -6,13 +6,13 @@ import random
 from typing import Final
 
 from kvloom.adapters import Adapter
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.world import World
 
 NAMES: Final = ("adapter-x", "adapter-y")
 
 
-class AdapterChanges:
+class SimulatedAdapterChanges:
     """Its random numbers are its own. A shard that hangs takes no calls; one that is down has the change when it is
     back."""
 
@@ -62,5 +62,5 @@ class AdapterChanges:
                     self._rng.random() * 0.05, shard.change_adapter, adapter.name, adapter.checksum
                 )
 
-    def _shards(self, model: str) -> list[SimShard]:
+    def _shards(self, model: str) -> list[SimulatedShard]:
         return [shard for shard in self._world.shards if shard.shape.model == model]

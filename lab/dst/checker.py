@@ -9,7 +9,15 @@ from kvloom.errors import KvloomError
 from kvloom_common.discovery.records import RolloutRecord
 from lab.dst.observed import ObservedChoice, ObservedRequest
 from lab.dst.told import Told
-from lab.dst.views import AnswerView, ClientStreamView, EdgeView, RouterView, ShardStreamView, ShardView, WorldView
+from lab.dst.views import (
+    AnswerView,
+    ClientStreamView,
+    EdgeView,
+    ShardStreamView,
+    ShardView,
+    SimulatedRouterView,
+    WorldView,
+)
 from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, KvChange, Request
 from router.core.frames import Finish, Step
@@ -30,59 +38,59 @@ class Hooks:
 
     # -- routers ------------------------------------------------------------------------------------------------------
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         """The core is about to handle an event."""
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         """The core dispatches a request to a shard."""
 
-    def on_probe(self, node: RouterView, attempt: SubmitAttempt) -> None:
+    def on_probe(self, node: SimulatedRouterView, attempt: SubmitAttempt) -> None:
         """The router itself requests one token from a shard."""
 
     def on_prefill_chunk(
-        self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         """A shard is asked to prefill the beginning of the prompt of a queued request."""
 
-    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         """A shard is asked to compute the prompt of a request whose answer another shard gives."""
 
-    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+    def on_collection(self, node: SimulatedRouterView, collection: SubmitAttempt) -> None:
         """A shard is asked to fetch KV that no answer needs."""
 
-    def on_preemption(self, node: RouterView, preempted: SequencesPreempted) -> None:
+    def on_preemption(self, node: SimulatedRouterView, preempted: SequencesPreempted) -> None:
         """Sequences leave a shard so that another tenant is served. They have been cancelled."""
 
-    def on_health(self, node: RouterView, change: ShardHealthChanged) -> None:
+    def on_health(self, node: SimulatedRouterView, change: ShardHealthChanged) -> None:
         """The health of a shard changes to suspected, probing or healthy."""
 
-    def on_step(self, node: RouterView, action: SendStep) -> None:
+    def on_step(self, node: SimulatedRouterView, action: SendStep) -> None:
         """The core sends a frame to a client."""
 
-    def on_sent(self, node: RouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
+    def on_sent(self, node: SimulatedRouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
         """The frame has this entry for one choice."""
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         """The frame ends a choice."""
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         """The core reports that a request has ended. Everything that was sent to its client has been recorded."""
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         """The core has handled the event, and all of it has been recorded."""
 
-    def integrity(self, node: RouterView) -> None:
+    def integrity(self, node: SimulatedRouterView) -> None:
         """The router has handled a whole message, so that the core's state must be consistent."""
 
     # -- the registry -------------------------------------------------------------------------------------------------
 
-    def on_registry_read(self, node: RouterView, world: WorldView) -> None:
+    def on_registry_read(self, node: SimulatedRouterView, world: WorldView) -> None:
         """A router has read the registry and followed its records."""
 
-    def on_registry_lost(self, node: RouterView) -> None:
+    def on_registry_lost(self, node: SimulatedRouterView) -> None:
         """A router could not read the registry."""
 
-    def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
+    def on_link_ended(self, node: SimulatedRouterView, shard_id: str, world: WorldView) -> None:
         """A router gives up a shard, connected or not, because of what it has read. It still has the stream."""
 
     # -- rollouts -----------------------------------------------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloom.v1.generation_pb2 import FinishReason
-from lab.dst.adapter_changes import AdapterChanges
-from lab.dst.model_changes import ModelChanges
+from lab.dst.adapter_changes import SimulatedAdapterChanges
+from lab.dst.model_changes import SimulatedModelChanges
 from lab.dst.nodes.client import ClientStream
 from lab.dst.nodes.router_node import RouterNode
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.registry_faults import RegistryFaults
 from lab.dst.rollout_changes import RolloutChanges
 from lab.dst.scenario import (
@@ -35,8 +35,8 @@ class Faults:
         self._world = world
         self._env = world.env
         self._registry = RegistryFaults(world)
-        self._models = ModelChanges(world)
-        self._adapters = AdapterChanges(world)
+        self._models = SimulatedModelChanges(world)
+        self._adapters = SimulatedAdapterChanges(world)
         self._rollouts = RolloutChanges(world)
         self._rng = world.env.rng
 
@@ -69,7 +69,7 @@ class Faults:
             self._env.count_fault(kind)
             getattr(self._registry if kind in REGISTRY_FAULTS_PER_SECOND else self, kind)()
 
-    def _shard(self) -> SimShard:
+    def _shard(self) -> SimulatedShard:
         return self._rng.choice(self._world.shards)
 
     def _node(self) -> RouterNode:
@@ -117,7 +117,7 @@ class Faults:
         """The longest possible duration. Some hangs outlast the patience of every router."""
         return self._rng.choice((0.6, 8.0))
 
-    def _end_hang(self, shard: SimShard, incarnation: int) -> None:
+    def _end_hang(self, shard: SimulatedShard, incarnation: int) -> None:
         if shard.incarnation != incarnation or not shard.is_hung:
             return
         if self._rng.random() < 0.5 or self._env.is_calm:
@@ -138,34 +138,34 @@ class Faults:
             shard.set_draining(True)
             self._env.timeline.after(self._delay(0.1), self._pass_deadline, shard, shard.incarnation)
 
-    def _pass_deadline(self, shard: SimShard, incarnation: int) -> None:
+    def _pass_deadline(self, shard: SimulatedShard, incarnation: int) -> None:
         if shard.is_up and shard.incarnation == incarnation and shard.is_draining:
             shard.hand_over()
             self._env.timeline.after(self._delay(1.0), self._end_drain, shard, incarnation)
 
-    def _end_drain(self, shard: SimShard, incarnation: int) -> None:
+    def _end_drain(self, shard: SimulatedShard, incarnation: int) -> None:
         if shard.is_up and shard.incarnation == incarnation:
             shard.set_draining(False)
 
     def spot_notice(self) -> None:
         """The shard's machine is slowed down and then taken away, after a notice, and another one comes later."""
-        self._give_notice(SimShard.crash, 0.005)
+        self._give_notice(SimulatedShard.crash, 0.005)
 
     def scale_in(self) -> None:
         """The shard is to end soon. It returns what is left when its time is over. Later the fleet grows again."""
-        self._give_notice(SimShard.leave)
+        self._give_notice(SimulatedShard.leave)
 
     def _give_notice(self, end: Callable[..., None], *arguments: float) -> None:
         shard = self._shard()
         if shard.is_up and not shard.is_hung and not shard.is_ending and shard.ends_at is None:
             seconds = self._rng.choice((0.2, 0.4, 0.6))
             shard.take_notice(seconds)
-            if end is SimShard.crash:
+            if end is SimulatedShard.crash:
                 shard.slowness = 5.0  # or nearly all answers would end in time
             self._env.timeline.after(seconds, self._end_notice, shard, shard.incarnation, end, arguments)
 
     def _end_notice(
-        self, shard: SimShard, incarnation: int, end: Callable[..., None], arguments: tuple[float, ...]
+        self, shard: SimulatedShard, incarnation: int, end: Callable[..., None], arguments: tuple[float, ...]
     ) -> None:
         if not shard.is_up or shard.incarnation != incarnation or shard.ends_at is None:
             return  # it has died before, or does not end after all

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.scenario import MODELS, draw_loaded_shards
 from lab.dst.unloading import withdraw
 from lab.dst.world import World
@@ -14,7 +14,7 @@ from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch
 MAX_SHARDS: Final = 8
 
 
-class ModelChanges:
+class SimulatedModelChanges:
     """Its random numbers are its own."""
 
     def __init__(self, world: World) -> None:
@@ -63,7 +63,7 @@ class ModelChanges:
         """The operator leaves models alone of which there is or was a rollout."""
         return self._world.rollouts is not None and self._world.rollouts.has(model)
 
-    def _shards(self, model: str) -> list[SimShard]:
+    def _shards(self, model: str) -> list[SimulatedShard]:
         return [shard for shard in self._world.shards if shard.shape.model == model]
 
     def _poll(self, model: str, unload: object, watch: IdleWatch) -> None:
@@ -77,7 +77,7 @@ class ModelChanges:
             shard.begin_to_end()
             self._env.timeline.after(self._rng.random() * 0.2, self._end, shard)
 
-    def _end(self, shard: SimShard) -> None:
+    def _end(self, shard: SimulatedShard) -> None:
         """The process has drained."""
         self._world.remove_shard(shard)
         model = shard.shape.model

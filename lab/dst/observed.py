@@ -79,7 +79,7 @@ class ObservedChoice:
         return self.limit is not None and self.num_tokens >= self.limit
 
 
-class Departure(enum.Enum):
+class AttemptDeparture(enum.Enum):
     """How an attempt ended that continues elsewhere."""
 
     FAILURE = "failure"
@@ -160,7 +160,7 @@ class ObservedRequest:
         """True when it had to wait for a lease of its limits."""
         self.had_notice = False
         """True when a shard that it was on had notice: it may then move more often than otherwise."""
-        self.left_by = Departure.FAILURE
+        self.left_by = AttemptDeparture.FAILURE
         """How it left its last shard when that ended its attempt."""
         self.num_ends = 0
 

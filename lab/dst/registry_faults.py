@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.world import World
 
 _LATE_SECONDS: Final = (0.5, 4.0, 20.0)
@@ -18,7 +18,7 @@ class RegistryFaults:
         self._world = world
         self._registry = world.registry
 
-    def _victim(self) -> SimShard:
+    def _victim(self) -> SimulatedShard:
         return self._registry.rng.choice(self._world.shards)
 
     def _put(self, key: str, content: bytes, *, seconds: tuple[float, ...] = _LATE_SECONDS) -> None:

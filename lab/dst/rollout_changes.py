@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from lab.dst.nodes.shard import SimShard
-from lab.dst.rollouts.world import Rollouts
+from lab.dst.nodes.shard import SimulatedShard
+from lab.dst.rollouts.world import SimulatedRollouts
 from lab.dst.world import World
-from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.judge import RolloutLimits
 from tools.supervisor.rollout.plan import RolloutPlan
 
 MAX_SHARDS: Final = 12
@@ -27,7 +27,7 @@ class RolloutChanges:
         self._num_begun = 0
 
     @property
-    def _rollouts(self) -> Rollouts:
+    def _rollouts(self) -> SimulatedRollouts:
         assert self._world.rollouts is not None
         return self._world.rollouts
 
@@ -44,7 +44,7 @@ class RolloutChanges:
         if len(world.shards) + len(shards) > MAX_SHARDS:
             return
         number = int(old.partition("@")[2] or 1) + 1
-        limits = Limits(min_requests=self._rng.choice((0, 0, 1, 3)))
+        limits = RolloutLimits(min_requests=self._rng.choice((0, 0, 1, 3)))
         steps, hold = self._rng.choice(_STEPS), self._rng.choice((0.1, 0.3, 0.6))
         plan = RolloutPlan(f"{name}@{number}", steps=steps, hold_seconds=hold, limits=limits)
         rollouts.begin(plan)
@@ -98,5 +98,5 @@ class RolloutChanges:
             edge.registry.cut_off(self._rng.random() * _LAPSE_SECONDS)
             self._env.count_fault("edge_cut_off")
 
-    def _shards(self, model: str) -> list[SimShard]:
+    def _shards(self, model: str) -> list[SimulatedShard]:
         return [shard for shard in self._world.shards if shard.shape.model == model]

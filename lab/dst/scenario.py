@@ -15,11 +15,11 @@ from kvloom_common.config import (
     HealthConfig,
     OverloadConfig,
 )
-from lab.dst.script import Sampling
+from lab.dst.script import ScriptedSampling
 from router.core.core import CoreConfig
 from router.core.core_config import NO_RAMP
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import HandoffAbilities
+from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.placement import POLICIES
 from router.core.priority_classes import PriorityClass
 
@@ -333,7 +333,7 @@ def _give_roles(rng: random.Random, shards: tuple[ShardShape, ...]) -> tuple[Sha
 
 
 def _can_hand_over(sampling: object) -> bool:
-    return isinstance(sampling, Sampling) and not sampling.wants_logprobs
+    return isinstance(sampling, ScriptedSampling) and not sampling.wants_logprobs
 
 
 def _draw_disaggregation(rng: random.Random) -> DisaggregationConfig:
@@ -363,7 +363,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         answer_mode=rng.choice(("gate", "gate", "async", "off")),
         safety_required=rng.random() < 0.6,
         safety_patience_seconds=random.Random(f"{seed} patience").choice((0.0, 0.02, 0.2, 5.0)),
-        max_held_tokens=rng.choice((6, 1000)),
+        max_uncleared_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
@@ -447,7 +447,7 @@ def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
 
 def _draw_overload(rng: random.Random) -> OverloadConfig:
     return OverloadConfig(
-        sheds_early=rng.random() < 0.5,
+        sheds_load_early=rng.random() < 0.5,
         outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
         ramp_start_requests=rng.choice((NO_RAMP, 1, 2)),
     )

@@ -16,7 +16,7 @@ MAX_ANSWER_TOKENS = 28
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sampling:
+class ScriptedSampling:
     """Takes the place of the sampling parameters of a request, which the core never reads."""
 
     script_key: str

@@ -12,11 +12,11 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.kv_share import KvShare
 from lab.dst import script
 from lab.dst.environment import Environment
-from lab.dst.nodes.client import Answer, ClientStream
+from lab.dst.nodes.client import ClientStream, ObservedAnswer
 from lab.dst.nodes.router_node import RouterNode
 from lab.dst.rollouts.sessions import Sessions
 from lab.dst.scenario import MODELS
-from router.core.events import ChoiceSpec, Request, Tier
+from router.core.events import ChoiceSpec, Request, TierRank
 from router.core.objectives import Objectives
 from tools.stable_hash import stable_hash
 
@@ -82,14 +82,14 @@ class Traffic:
         """A client whose stream broke connects again and resumes most of its open answers."""
         again = self.add_stream(stream.node.number)
         # Not by id: a rejected duplicate with the same id may be open too.
-        by_request: dict[int, list[Answer]] = {}
+        by_request: dict[int, list[ObservedAnswer]] = {}
         for answer in stream.open.values():
             by_request.setdefault(answer.request.choices[0].slot, []).append(answer)
         for answers in by_request.values():
             if self._rng.random() < 0.7:
                 self._continue(again, answers)
 
-    def _note_end(self, answer: Answer) -> None:
+    def _note_end(self, answer: ObservedAnswer) -> None:
         error = None if answer.finish is None else answer.finish.error
         if error is not None and error.reason == ErrorReason.ERROR_REASON_DRAINING:
             self._resume_elsewhere(answer)
@@ -102,7 +102,7 @@ class Traffic:
             )
             self._submit(stream, self._sessions.pass_on(pending, again))
 
-    def _resume_elsewhere(self, answer: Answer) -> None:
+    def _resume_elsewhere(self, answer: ObservedAnswer) -> None:
         """The answer ended because its router drains. Another router is asked for the rest."""
         if not self._env.is_calm:
             self._continue(self.any_stream(), [answer])
@@ -122,7 +122,7 @@ class Traffic:
         self.prompts[request.model, request.tenant, tuple(request.prompt_token_ids), request.adapter] = None
         stream.submit(request)
 
-    def _continue(self, stream: ClientStream, answers: list[Answer]) -> None:
+    def _continue(self, stream: ClientStream, answers: list[ObservedAnswer]) -> None:
         request = answers[0].request
         self._env.count_fault("client_resumes")
         specs = [
@@ -144,7 +144,7 @@ class Traffic:
     def _resumed_spec(
         self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int
     ) -> ChoiceSpec:
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         tokens = script.answer(request.sampling.script_key, index)[:num_tokens]
         return ChoiceSpec(stream.take_slot(), index, tokens, num_chars)
 
@@ -155,7 +155,7 @@ class Traffic:
         rng, env = self._rng, self._env
         name = self._new_request_id()
         tenant = rng.choices(env.scenario.tenants, env.scenario.tenant_weights)[0]
-        sampling = script.Sampling(name, wants_logprobs=rng.random() < 0.2)
+        sampling = script.ScriptedSampling(name, wants_logprobs=rng.random() < 0.2)
         prompt = [
             *[rng.randrange(3)] * rng.randrange(0, 36, 4),
             *(rng.randrange(50) for _ in range(rng.randrange(1, 20))),
@@ -185,7 +185,7 @@ class Traffic:
             tenant=tenant,
             cache_salt=tenant,
             kv_share=self._kv_shares.get(tenant),
-            tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
+            tier=TierRank.BATCH if self._tier_rng.random() < env.scenario.batch_share else TierRank.INTERACTIVE,
             adapter=self._draw_adapter(model),
         )
         classes = env.scenario.config.classes
@@ -205,7 +205,7 @@ class Traffic:
     def _repeated(self, stream: ClientStream, request: Request) -> Request:
         """The request, or in its place one that asks for the same as an earlier one, of any tenant."""
         is_new = not any(spec.output_token_ids for spec in request.choices)
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         if not is_new or request.sampling.wants_logprobs:
             return request
         if not self._latest or self._repeat_rng.random() < 0.4:
@@ -230,7 +230,7 @@ class Traffic:
         """The objectives of a request that is continued, as a link or the SDK passes them on."""
         if request.objectives is None:
             return None
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         now = self._env.timeline.now
         # A rollout may have given the request another script than the one it was drawn with.
         elapsed_seconds = now - self._objectives_since.setdefault(request.sampling.script_key, now)
@@ -246,7 +246,7 @@ class Traffic:
         """Now and then, a choice that resumes an answer of another stream."""
         if not self._env.chance("resumed_request"):
             return ChoiceSpec(stream.take_slot(), index)
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         tokens = script.answer(request.sampling.script_key, index)
         most = min(len(tokens), request.max_tokens or len(tokens))
         count = most if self._rng.random() < 0.3 else self._rng.randint(1, most)

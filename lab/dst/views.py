@@ -113,7 +113,7 @@ class ShardStreamView(Protocol):
     is_open_at_router: bool
 
 
-class RouterView(Protocol):
+class SimulatedRouterView(Protocol):
     """A router process."""
 
     name: str
@@ -190,7 +190,7 @@ class WorldView(Protocol):
     def limits(self) -> SimLimits | None: ...
 
     @property
-    def nodes(self) -> Sequence[RouterView]: ...
+    def nodes(self) -> Sequence[SimulatedRouterView]: ...
 
     @property
     def shards(self) -> Sequence[ShardView]: ...

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from lab.dst.checker import Hooks, Violation
 from lab.dst.observed import (
-    Departure,
+    AttemptDeparture,
     ObservedChoice,
     ObservedHandoff,
     ObservedLeg,
@@ -19,7 +19,7 @@ from lab.dst.observed import (
     ObservedShard,
     State,
 )
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import (
     Action,
     CancelOnShard,
@@ -110,7 +110,11 @@ class Witness:
         """True when a request for which there is no shard waits until its deadline, as its last one was stopped on
         purpose and another may come."""
         request = observed.request
-        if observed.left_by is Departure.FAILURE or not self.knows(request.model) or self.is_withdrawn(request.model):
+        if (
+            observed.left_by is AttemptDeparture.FAILURE
+            or not self.knows(request.model)
+            or self.is_withdrawn(request.model)
+        ):
             return False
         shards = [shard for shard in self.shards.values() if shard.description.model == request.model]
         return not shards or any(shard.has_adapter_of(observed) for shard in shards)
@@ -246,12 +250,12 @@ class Witness:
         if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:
             choice.state = State.WAITING
             choice.request.avoid_shard_id = shard.description.shard_id
-            how = Departure.NOTICE if has_notice else Departure.DRAIN
-            choice.request.left_by = how if is_drained else Departure.FAILURE
+            how = AttemptDeparture.NOTICE if has_notice else AttemptDeparture.DRAIN
+            choice.request.left_by = how if is_drained else AttemptDeparture.FAILURE
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
-    def take_actions(self, actions: Sequence[Action], hooks: Hooks, node: RouterView) -> None:
+    def take_actions(self, actions: Sequence[Action], hooks: Hooks, node: SimulatedRouterView) -> None:
         """Record the actions of the event that the core has handled. Each hook is called just before its part is
         recorded."""
         ended = [action for action in actions if isinstance(action, RequestEnded)]
@@ -421,7 +425,7 @@ class Witness:
             if choice is not None and choice.state is State.MOVING:
                 choice.state = State.WAITING
 
-    def _take_client_step(self, action: SendStep, hooks: Hooks, node: RouterView) -> None:
+    def _take_client_step(self, action: SendStep, hooks: Hooks, node: SimulatedRouterView) -> None:
         step = action.step
         hooks.on_step(node, action)
         for start in step.starts:
@@ -457,7 +461,7 @@ class Witness:
         choice.place = None
         choice.finish_reason = finish.reason
 
-    def _take_end(self, end: RequestEnded, hooks: Hooks, node: RouterView) -> None:
+    def _take_end(self, end: RequestEnded, hooks: Hooks, node: SimulatedRouterView) -> None:
         observed = self._request_of(end)
         if observed is not None and self.live.get(end.request_id) is observed:
             del self.live[end.request_id]

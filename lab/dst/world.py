@@ -10,8 +10,8 @@ from lab.dst.nodes.fleet_reader import FleetReader
 from lab.dst.nodes.registry import SimRegistry
 from lab.dst.nodes.router_node import RouterNode
 from lab.dst.nodes.safety import SimSafety
-from lab.dst.nodes.shard import SimShard
-from lab.dst.rollouts.world import Rollouts
+from lab.dst.nodes.shard import SimulatedShard
+from lab.dst.rollouts.world import SimulatedRollouts
 from lab.dst.scenario import ShardShape
 from lab.dst.tenancy.sim_limits import SimLimits
 from lab.dst.traffic import Traffic
@@ -23,7 +23,7 @@ class World:
         self.env = Environment(seed, checks, with_limits=with_limits)
         scenario = self.env.scenario
         self.safety = SimSafety(self.env)
-        self.shards = [SimShard(self.env, f"shard-{i}", shape) for i, shape in enumerate(scenario.shards)]
+        self.shards = [SimulatedShard(self.env, f"shard-{i}", shape) for i, shape in enumerate(scenario.shards)]
         self.unloading: dict[str, object] = {}
         """Models that are being unloaded, each with what tells this unload from another one of the same model."""
         self._incarnations: dict[str, int] = {}
@@ -43,7 +43,7 @@ class World:
             for _ in range(self.env.scenario.clients_per_router):
                 self.traffic.add_stream(node.number)
 
-    def _start(self, shard: SimShard) -> None:
+    def _start(self, shard: SimulatedShard) -> None:
         if self.env.scenario.has_registry:
             shard.on_start = functools.partial(self.registry.announce, shard)
         shard.start()
@@ -52,7 +52,7 @@ class World:
         """Start a further shard. It gets the first name that is free, as those of a supervisor do."""
         taken = {shard.shard_id for shard in self.shards}
         shard_id = next(name for i in range(len(taken) + 1) if (name := f"shard-{i}") not in taken)
-        shard = SimShard(self.env, shard_id, shape, self._incarnations.get(shard_id, 0))
+        shard = SimulatedShard(self.env, shard_id, shape, self._incarnations.get(shard_id, 0))
         self.shards.append(shard)
         self._start(shard)
         if self.env.scenario.has_registry:
@@ -60,7 +60,7 @@ class World:
         for node in self.nodes:
             node.connect(shard)
 
-    def remove_shard(self, shard: SimShard) -> None:
+    def remove_shard(self, shard: SimulatedShard) -> None:
         """Its process has ended, for ever. Routers notice at once, as far as they can be reached."""
         if shard.is_up:
             shard.crash(0.0)
@@ -148,8 +148,8 @@ class World:
         on_report = _ignore if self.rollouts is None else self.rollouts.take_report
         return RouterNode(self.env, number, incarnation, self.shards, self.safety, fleet, on_report)
 
-    def _rollouts(self) -> Rollouts:
-        return Rollouts(self.env, self, lambda: self.nodes, self.registry)
+    def _rollouts(self) -> SimulatedRollouts:
+        return SimulatedRollouts(self.env, self, lambda: self.nodes, self.registry)
 
     def close(self) -> None:
         """Leave no coroutine of the product behind."""

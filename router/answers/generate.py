@@ -23,10 +23,10 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.core_driver import CoreDriver
-from router.intake import AcceptedGenerate, Intake, seed_of
 from router.links.step_outbox import StepOutbox
 from router.partial_choices import named_for_callers
 from router.request_builder import new_request_id, within_deadline
+from router.request_validator import PreparedRequest, RequestValidator, seed_of
 
 EXPLAIN_KEY: Final = "kvloom-explain"
 """The request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""
@@ -44,7 +44,7 @@ class GenerateCall:
     def __init__(
         self,
         driver: CoreDriver,
-        intake: Intake,
+        intake: RequestValidator,
         named_calls: NamedCalls,
         context: Context,
         address: str,
@@ -87,7 +87,7 @@ class GenerateCall:
             if name:
                 self._named_calls.close(name, self._client_id)
 
-    async def _accept(self, wanted: GenerateRequest) -> AcceptedGenerate:
+    async def _accept(self, wanted: GenerateRequest) -> PreparedRequest:
         try:
             traceparent = metadata_value(self._context, "traceparent")
             client_request_id = metadata_value(self._context, REQUEST_ID_METADATA)
@@ -128,7 +128,7 @@ class GenerateCall:
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
-    async def _stream(self, accepted: AcceptedGenerate) -> None:
+    async def _stream(self, accepted: PreparedRequest) -> None:
         request = accepted.request
         given_id = self._scope.given_id(request.request_id)
         num_open = len(request.choices)

@@ -23,10 +23,10 @@ from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import ClientGone, RequestArrived
 from router.core_driver import CoreDriver
-from router.intake import Intake, seed_of
 from router.partial_choices import num_wanted_choices
 from router.prompt_checks import MAX_NAME_CHARS
 from router.request_builder import new_request_id
+from router.request_validator import RequestValidator, seed_of
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ class ResumableAnswers:
         self,
         config: ResumeConfig,
         dispatcher: CoreDriver,
-        intake: Intake,
+        intake: RequestValidator,
         named_calls: NamedCalls,
         metrics: ResumeMetrics,
         router_id: str,

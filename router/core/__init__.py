@@ -15,7 +15,7 @@ request_end.py           how a request ended, and how often it was moved
 priority_classes.py      the classes of requests: which goes first, and what each is guaranteed
 request_usage.py         what a usage record needs of a request
 degradation.py           how an answer was degraded when its request was admitted
-withheld_output.py       output of a choice that its client must not see yet
+uncleared_output.py      output of a choice that its client must not see yet
 action_buffer.py         collects the actions of one event
 shard_event_handler.py   handles the events of shards
 integrity.py             the invariants of the whole core, asserted by tests and simulations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep
 from router.core.frames import Step
-from router.core.live import Choice, Client
+from router.core.live import Choice, StreamClient
 
 
 class ActionBuffer:
@@ -14,7 +14,7 @@ class ActionBuffer:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self.clients: list[Client] = []
+        self.clients: list[StreamClient] = []
         """Clients to which this event sends something."""
         self._cancels: dict[str, tuple[list[int], list[int]]] = {}
         self.screen_slots: list[int] = []
@@ -35,7 +35,7 @@ class ActionBuffer:
         """The connection is gone, and its sequences with it. In the next one, their slots belong to others."""
         self._cancels.pop(shard_id, None)
 
-    def step(self, client: Client) -> Step:
+    def step(self, client: StreamClient) -> Step:
         """The step that this event sends to `client`."""
         step = client.step
         if step is None:
@@ -43,7 +43,7 @@ class ActionBuffer:
             self.clients.append(client)
         return step
 
-    def drop_client(self, client: Client) -> None:
+    def drop_client(self, client: StreamClient) -> None:
         """The client is gone: nothing is sent to it."""
         if client.step is not None:
             client.step = None

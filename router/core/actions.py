@@ -18,7 +18,7 @@ from router.core.load.prediction import JudgedTerm, PlacementPrediction
 from router.core.objectives import ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan
 from router.core.priority_classes import INTERACTIVE, PriorityClass
-from router.core.request_end import NO_MOVES, End, Moves, end_of
+from router.core.request_end import NO_MOVES, RelocationCounts, RequestEnd, end_of
 from router.core.request_usage import RequestUsage
 
 
@@ -137,7 +137,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     usage: RequestUsage | None = None
     """The facts that a usage record needs beyond this; None where no usage records are made."""
     is_admitted: bool = True
-    moves: Moves = NO_MOVES
+    moves: RelocationCounts = NO_MOVES
     priority_class: PriorityClass = INTERACTIVE
     objectives: ObjectivesOutcome | None = None
     """None: it had none."""
@@ -145,7 +145,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """That of its first placement; None: it was never placed."""
 
     @property
-    def end(self) -> End:
+    def end(self) -> RequestEnd:
         return end_of(self.reason, is_admitted=self.is_admitted, was_sent=self.num_attempts > 0)
 
     @property
@@ -231,7 +231,7 @@ class SequencesPreempted(msgspec.Struct, frozen=True):
 
 
 class LegOutcome(enum.StrEnum):
-    """Says what became of a prefill leg (dispatch/prefill_legs.py)."""
+    """Says what became of a prefill leg (dispatch/prefill_handoffs.py)."""
 
     USED = "used"
     """An attempt was sent with its hand-off."""

@@ -21,8 +21,8 @@ from router.core.actions import Action, FleetChanged, RequestEnded
 from router.core.admission.arrivals import Arrivals
 from router.core.admission.cancellation import Cancellation
 from router.core.admission.deadlines import Deadlines
-from router.core.admission.held_requests import HeldRequests
 from router.core.admission.outage import Outage
+from router.core.admission.requests_awaiting_lease import RequestsAwaitingLease
 from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
 from router.core.degradation import Degradation
@@ -38,13 +38,13 @@ from router.core.dispatch.refusals import (
     shard_lost,
 )
 from router.core.dispatch.service_counters import ServiceCounters
-from router.core.events import Event, Request, Tier
+from router.core.events import Event, Request, TierRank
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.health.departing_shards import DepartingShards
 from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
-from router.core.live import Client, LiveRequest
+from router.core.live import LiveRequest, StreamClient
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement import PlacementPlan, built_in_policy
 from router.core.placement.placer import Placer
@@ -124,7 +124,9 @@ class RouterCore:
             brownout=self._brownout,
         )
         self._limits = (
-            None if limiter is None else HeldRequests(limiter, self._fleet, self._lifecycle, self._action_buffer)
+            None
+            if limiter is None
+            else RequestsAwaitingLease(limiter, self._fleet, self._lifecycle, self._action_buffer)
         )
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(
@@ -238,13 +240,13 @@ class RouterCore:
         error = self._arrivals.refusal(request)
         if error is not None:
             return PlacementPlan(len(request.prompt_token_ids), (), error=error)
-        return self._placer.plan(LiveRequest(request, Client(request.client_id), now), now)
+        return self._placer.plan(LiveRequest(request, StreamClient(request.client_id), now), now)
 
     def expected_degradation(self, request: Request) -> Degradation | None:
         """How the answer would be degraded if the request arrived now."""
         return None if self._brownout is None else self._brownout.preview(request)
 
-    def prefers_others(self, model: str, tier: Tier) -> bool:
+    def prefers_others(self, model: str, tier: TierRank) -> bool:
         """True when a request that names several models should go to another one, since this one is overloaded."""
         return self._brownout is not None and self._brownout.prefers_others(model, tier)
 

@@ -16,7 +16,7 @@ from kvloom_common.config import (
     SafetyConfig,
 )
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import HandoffAbilities
+from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.placement.policy import Policy
 from router.core.priority_classes import PriorityClass
 
@@ -26,7 +26,9 @@ MAX_HELD_TOKENS: Final = 4096
 """The most tokens of one request that are held while its text waits for the safety service."""
 NO_RAMP: Final = 2**31
 """A shard that joins gets as many requests as it takes."""
-NO_OVERLOAD_CONTROL: Final = OverloadConfig(sheds_early=False, outage_patience_seconds=0.0, ramp_start_requests=NO_RAMP)
+NO_OVERLOAD_CONTROL: Final = OverloadConfig(
+    sheds_load_early=False, outage_patience_seconds=0.0, ramp_start_requests=NO_RAMP
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class CoreConfig:
     """True refuses and ends requests rather than serve them without screening."""
     safety_patience_seconds: float = _SAFETY.patience_seconds
     """How long a request that needs a verdict waits for a safety service that has disconnected; 0: not at all."""
-    max_held_tokens: int = MAX_HELD_TOKENS
+    max_uncleared_tokens: int = MAX_HELD_TOKENS
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""

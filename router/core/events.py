@@ -21,7 +21,7 @@ from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 
 
-class Tier(enum.IntEnum):
+class TierRank(enum.IntEnum):
     """Urgency classes: the lower the number, the more urgent."""
 
     INTERACTIVE = 1
@@ -31,7 +31,7 @@ class Tier(enum.IntEnum):
     have no part in the fairness between tenants."""
 
 
-SHADOW_TIER: Final = Tier.SHADOW
+SHADOW_TIER: Final = TierRank.SHADOW
 """Looking up the member of an enumeration takes calls, which every request would pay."""
 SHADOW_TENANT: Final = "shadow\0"
 """The tenant of a request of shadow traffic begins with it; the tenant of the sampled request follows."""
@@ -83,7 +83,7 @@ class Request(msgspec.Struct, frozen=True):
     block_hashes: Mapping[int, Sequence[int]] | None = None
     """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core computes
     them."""
-    tier: Tier = Tier.INTERACTIVE
+    tier: TierRank = TierRank.INTERACTIVE
     """The tier decides the price, and the class if no other is named."""
     priority_class: PriorityClass | None = None
     """When it is served; None: as its tier says."""
@@ -160,7 +160,7 @@ def class_of(request: Request) -> PriorityClass:
     return request.priority_class or CLASS_OF_TIER[request.tier]
 
 
-class AdapterState(msgspec.Struct, frozen=True):
+class ShardAdapter(msgspec.Struct, frozen=True):
     """An adapter that a shard has; see AdapterState in shard_service.proto."""
 
     name: str
@@ -173,7 +173,7 @@ class AdaptersReported(msgspec.Struct, frozen=True):
     """All adapters that a shard has; see AdapterList in shard_service.proto."""
 
     shard_id: str
-    adapters: Sequence[AdapterState]
+    adapters: Sequence[ShardAdapter]
     load_seconds: float = 0.0
     """How long loading one usually takes; 0: not known yet."""
 

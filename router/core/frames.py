@@ -12,7 +12,7 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState
 from kvloom.v1.generation_pb2 import RESULT_CACHE_USE_UNSPECIFIED, FinishReason, ResultCacheUse
-from router.core.request_end import NO_MOVES, Moves
+from router.core.request_end import NO_MOVES, RelocationCounts
 
 
 class Start(msgspec.Struct):
@@ -60,7 +60,7 @@ class Finish(msgspec.Struct):
     """None: they are not counted. Set by the router."""
     receipt: bytes = b""
     """Set by the shell: see AnswerCompleted."""
-    moves: Moves = NO_MOVES
+    moves: RelocationCounts = NO_MOVES
     """Those of the request until now. Set by the router."""
 
 

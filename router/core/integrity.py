@@ -124,6 +124,6 @@ def _check_request(live: LiveRequest, fleet: Fleet) -> None:
             assert fleet.shards[choice.shard_id].choices[choice.shard_slot] is choice
         if choice.withheld is not None:
             assert choice.withheld.num_tokens == sum(len(entry[0]) for entry in choice.withheld.entries)
-            assert choice.withheld.num_tokens <= live.max_held_tokens
+            assert choice.withheld.num_tokens <= live.max_uncleared_tokens
         else:
             assert not live.prompt_verdict_open

@@ -18,18 +18,18 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
     ResultCacheUse,
 )
-from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter, Tier, class_of
+from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter, TierRank, class_of
 from router.core.frames import Finish, Step
 from router.core.load.load_view import ReservationKey
 from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import LiveObjectives
 from router.core.priority_classes import INTERACTIVE, PriorityClass
-from router.core.request_end import NO_MOVES, Moves
+from router.core.request_end import NO_MOVES, RelocationCounts
 from router.core.request_usage import UsageMeter
 from router.core.tenancy.request_charge import RequestCharge
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 
-_INTERACTIVE_TIER: Final = Tier.INTERACTIVE
+_INTERACTIVE_TIER: Final = TierRank.INTERACTIVE
 """Looking up the member of an enumeration takes calls, which every request would pay."""
 _SEVERITY: Final[dict[int, int]] = {
     FINISH_REASON_STOP: 0,
@@ -54,7 +54,7 @@ class QueueId(NamedTuple):
         return bool(self.parked_class)
 
 
-class Client:
+class StreamClient:
     """One client stream."""
 
     __slots__ = ("choices", "client_id", "step")
@@ -109,8 +109,8 @@ class Attempt:
         return (self.request_id, self.dispatch_number)
 
 
-class Split:
-    """A request whose prompt one shard computes and whose answer another one gives (dispatch/prefill_legs.py): the
+class PrefillHandoff:
+    """A request whose prompt one shard computes and whose answer another one gives (dispatch/prefill_handoffs.py): the
     state of its leg, and then the hand-off. It is kept until the request ends."""
 
     __slots__ = (
@@ -170,7 +170,7 @@ class Choice(msgspec.Struct, eq=False):
     """One requested choice, from admission to the finish that the client gets."""
 
     request: LiveRequest
-    client: Client
+    client: StreamClient
     spec: ChoiceSpec
     """The choice as its client has asked for it."""
     client_slot: int = 0
@@ -195,7 +195,7 @@ class Choice(msgspec.Struct, eq=False):
     shard_id: str = ""
     """The shard that runs it; "" while none does."""
     shard_slot: int = 0
-    withheld: WithheldOutput | None = None
+    withheld: UnclearedOutput | None = None
     is_screened: bool = False
     screening_slot: int | None = None
     """None until there is text to screen."""
@@ -234,7 +234,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     """A request that was admitted and has not ended."""
 
     request: Request
-    client: Client
+    client: StreamClient
     arrived_at: float
     priority_class: PriorityClass = INTERACTIVE
     choices: list[Choice] = []
@@ -268,7 +268,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     """When it will have waited long enough for a shard that does not exist; None: such a shard exists."""
     hashes: dict[int, Sequence[int]] = {}
     """Block size → hashes of the prompt's blocks; kept only while the request waits."""
-    max_held_tokens: int = 0
+    max_uncleared_tokens: int = 0
     """The limit of withheld tokens per choice."""
     num_attempts: int = 0
     last_shard_id: str = ""
@@ -281,7 +281,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     is_admitted: bool = False
-    moves: Moves = NO_MOVES
+    moves: RelocationCounts = NO_MOVES
     prompt_verdict_open: bool = False
     check_id: int = 0
     charge: RequestCharge | None = None
@@ -293,7 +293,7 @@ class LiveRequest(msgspec.Struct, eq=False):
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
     kept_ends: list[tuple[Choice, Finish]] | None = None
     """The choices that have ended, if the whole answer is to be reported; None: it is not."""
-    split: Split | None = None
+    split: PrefillHandoff | None = None
     """None: its prompt is computed where its answer is."""
     ticket: object = None
     cached: Sequence[CachedChoice] = ()

@@ -16,7 +16,7 @@ from kvloom.v1.generation_pb2 import (
 )
 
 
-class End(enum.StrEnum):
+class RequestEnd(enum.StrEnum):
     FINISHED = "finished"
     """The model or a limit of tokens ended it."""
     CANCELLED = "cancelled"
@@ -30,7 +30,7 @@ class End(enum.StrEnum):
     """It was never admitted."""
 
 
-class Moves(msgspec.Struct, frozen=True):
+class RelocationCounts(msgspec.Struct, frozen=True):
     """How often one of a request's sequences continued on another shard, by cause."""
 
     num_preemptions: int = 0
@@ -54,34 +54,34 @@ class Moves(msgspec.Struct, frozen=True):
         }
         return [word for word, count in counts.items() if count]
 
-    def with_preemption(self) -> Moves:
+    def with_preemption(self) -> RelocationCounts:
         return msgspec.structs.replace(self, num_preemptions=self.num_preemptions + 1)
 
-    def with_migration(self, *, is_noticed: bool = False) -> Moves:
+    def with_migration(self, *, is_noticed: bool = False) -> RelocationCounts:
         return msgspec.structs.replace(
             self,
             num_migrations=self.num_migrations + 1,
             num_notice_migrations=self.num_notice_migrations + is_noticed,
         )
 
-    def with_failover(self) -> Moves:
+    def with_failover(self) -> RelocationCounts:
         return msgspec.structs.replace(self, num_failovers=self.num_failovers + 1)
 
-    def resampled(self) -> Moves:
+    def resampled(self) -> RelocationCounts:
         return msgspec.structs.replace(self, is_exact=False)
 
 
-NO_MOVES: Final = Moves()
-_ENDS: Final[dict[int, End]] = {
-    FINISH_REASON_CANCELLED: End.CANCELLED,
-    FINISH_REASON_CONTENT_FILTER: End.HALTED,
+NO_MOVES: Final = RelocationCounts()
+_ENDS: Final[dict[int, RequestEnd]] = {
+    FINISH_REASON_CANCELLED: RequestEnd.CANCELLED,
+    FINISH_REASON_CONTENT_FILTER: RequestEnd.HALTED,
 }
 
 
-def end_of(reason: FinishReason.ValueType, *, is_admitted: bool, was_sent: bool) -> End:
+def end_of(reason: FinishReason.ValueType, *, is_admitted: bool, was_sent: bool) -> RequestEnd:
     """`was_sent`: to a shard."""
     if reason != FINISH_REASON_ERROR:
-        return _ENDS.get(reason, End.FINISHED)
+        return _ENDS.get(reason, RequestEnd.FINISHED)
     if not is_admitted:
-        return End.REJECTED
-    return End.FAILED if was_sent else End.EVICTED
+        return RequestEnd.REJECTED
+    return RequestEnd.FAILED if was_sent else RequestEnd.EVICTED

@@ -7,13 +7,13 @@ import msgspec
 
 from kvloom.adapters import Adapter
 from kvloom_common.tenancy.usage_record import Charge
-from router.core.events import Request, Tier
+from router.core.events import Request, TierRank
 
 
 class RequestUsage(msgspec.Struct, frozen=True):
     """A part of RequestEnded."""
 
-    tier: Tier
+    tier: TierRank
     adapter: Adapter | None
     key_id: str
     answer_id: str

@@ -38,7 +38,7 @@ class RememberedRequest(msgspec.Struct):
     """How its answer is degraded; see SequenceStart.brownout in generation.proto."""
     packed_attempts: list[bytes] = []
     last_attempt_id: int = 0
-    """0 while only its prompt has been placed (router/core/dispatch/prefill_legs.py)."""
+    """0 while only its prompt has been placed (router/core/dispatch/prefill_handoffs.py)."""
     ended: RequestEnded | None = None
     """None while it still runs."""
     line: RequestLine | None = None

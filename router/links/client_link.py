@@ -34,11 +34,11 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
-from router.intake import Intake
 from router.links.link_sessions import LinkSessions
 from router.links.step_outbox import StepOutbox
 from router.links.submit_queue import SubmitQueue
 from router.prompt_checks import MAX_NAME_CHARS
+from router.request_validator import RequestValidator
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ class ClientLink:
     def __init__(
         self,
         driver: CoreDriver,
-        intake: Intake,
+        intake: RequestValidator,
         context: Context,
         link_sessions: LinkSessions,
         router_address: str = "",

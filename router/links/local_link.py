@@ -31,8 +31,8 @@ from router.core.actions import FleetChanged
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
-from router.intake import Intake
-from router.links.moderation import Moderation
+from router.links.moderation import ModerationLink
+from router.request_validator import RequestValidator
 from router.side_call_desk import SideCallDesk
 
 log = structlog.get_logger()
@@ -46,13 +46,13 @@ class LocalRouterLink:
     def __init__(
         self,
         driver: CoreDriver,
-        intake: Intake,
+        intake: RequestValidator,
         name: str,
-        moderation: Moderation | None = None,
+        moderation: ModerationLink | None = None,
         side_calls: SideCallDesk | None = None,
     ) -> None:
         self._side_calls = side_calls or SideCallDesk(driver, has_limits=False)
-        self._moderation = moderation or Moderation(None)
+        self._moderation = moderation or ModerationLink(None)
         self._driver = driver
         self._intake = intake
         self._client_id = f"{name}#local-{next(_numbers)}"

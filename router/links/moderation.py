@@ -8,7 +8,7 @@ from kvloom.v1.router_service_pb2 import ModerateRequest, ModerateResponse
 from router.links.safety_link import SafetyLink
 
 
-class Moderation:
+class ModerationLink:
     """Asks the safety service. Nothing is blocked or logged: the caller learns what the policy says."""
 
     def __init__(self, safety: SafetyLink | None) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.delivery_log import DeliveryLog, WitnessLine
 from kvloom_common.tenancy.usage_record import UsageRecord
-from kvloom_common.usage_witness import UsageWitness, WitnessLine
 from router.core.actions import RequestEnded
 from router.core.events import Request, RequestArrived
 from router.core.frames import Step
@@ -23,7 +23,7 @@ class _Delivery(msgspec.Struct):
     is_complete: bool = True
 
 
-def note_settled(witness: UsageWitness, record: bytes) -> None:
+def note_settled(witness: DeliveryLog, record: bytes) -> None:
     """A usage record (JSON) has been corrected: what the router sent is not what arrived. The counts of edges are those
     of what arrived."""
     found = msgspec.json.decode(record, type=UsageRecord)
@@ -44,7 +44,7 @@ def note_settled(witness: UsageWitness, record: bytes) -> None:
 class DeliveryWitness:
     """A tap of the core driver."""
 
-    def __init__(self, witness: UsageWitness) -> None:
+    def __init__(self, witness: DeliveryLog) -> None:
         self._witness = witness
         self._open: dict[str, dict[int, _Delivery]] = {}
         """By client and its slot."""

@@ -22,10 +22,10 @@ from kvloom_common.tenancy.usage_record import (
     UsageRecord,
 )
 from router.core.actions import RequestEnded
-from router.core.events import SHADOW_TENANT, Tier
-from router.core.request_end import End
+from router.core.events import SHADOW_TENANT, TierRank
+from router.core.request_end import RequestEnd
 
-_TIERS: Final = {Tier.INTERACTIVE: "interactive", Tier.BATCH: "batch", Tier.SHADOW: TIER_SHADOW}
+_TIERS: Final = {TierRank.INTERACTIVE: "interactive", TierRank.BATCH: "batch", TierRank.SHADOW: TIER_SHADOW}
 _OUTCOMES: Final = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in FinishReason.items()}
 _GOOD_ENDS: Final = frozenset({FINISH_REASON_STOP, FINISH_REASON_LENGTH})
 
@@ -43,7 +43,7 @@ class Meter:
 
     def record(self, ended: RequestEnded, number: int) -> bytes:
         """The JSON of the record of a request that has ended now."""
-        outcome = OUTCOME_EVICTED if ended.end is End.EVICTED else _OUTCOMES[ended.reason]
+        outcome = OUTCOME_EVICTED if ended.end is RequestEnd.EVICTED else _OUTCOMES[ended.reason]
         return _encode(self._record(ended, number, outcome, ended.reason in _GOOD_ENDS))
 
     def progress(self, running: RequestEnded) -> bytes:
@@ -87,20 +87,20 @@ class Meter:
         assert usage is not None, "the core does not meter usage"
         adapter = "" if usage.adapter is None else usage.adapter.name
         num_output, moves, tenant = usage.num_resumed_tokens + ended.num_output_tokens, ended.moves, ended.tenant
-        if usage.tier is Tier.SHADOW:
+        if usage.tier is TierRank.SHADOW:
             tenant = _unbilled_tenant(TIER_SHADOW, tenant.removeprefix(SHADOW_TENANT))
         # What was never sent to a shard has used nothing.
         is_used = bool(ended.num_attempts or ended.is_result_cache_hit or num_output)
         num_prompt = ended.num_prompt_tokens if is_used else 0
         ended_at, duration_seconds = self._clock(), round(ended.e2e_latency_seconds, 6)
         cost = _NO_COST
-        if usage.tier is not Tier.SHADOW:
+        if usage.tier is not TierRank.SHADOW:
             cost = self._cost(
                 full_name(ended.model, adapter),
                 ended_at - duration_seconds,
                 (num_prompt, ended.num_cached_tokens, num_output),
                 has_answer=ended_well or num_output > 0,
-                is_batch=usage.tier is Tier.BATCH,
+                is_batch=usage.tier is TierRank.BATCH,
                 is_result_cache_hit=ended.is_result_cache_hit,
             )
         return UsageRecord(  # Python calls with more than 15 keywords are slow.

@@ -21,7 +21,7 @@ from kvloom_common.tenancy.prices import Prices
 from kvloom_common.tenancy.usage_stream import UsageStream
 from kvloom_common.trust.seal import Sealer
 from router.core.actions import RequestEnded
-from router.core.request_end import End
+from router.core.request_end import RequestEnd
 from router.metering.forwarder import RETRY_SECONDS, Forwarder
 from router.metering.meter import Meter
 from router.metering.metrics import MeteringMetrics
@@ -96,7 +96,7 @@ class Metering:
 
     def request_ended(self, ended: RequestEnded) -> bytes:
         """Returns the JSON of its record; b"" if it was rejected, or there is no room."""
-        if ended.end is End.REJECTED:
+        if ended.end is RequestEnd.REJECTED:
             return b""
         return self._put(self._meter.record(ended, self._writer.last_number + 1))
 

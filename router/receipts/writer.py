@@ -23,7 +23,7 @@ from kvloom_common.receipts.receipt import (
 from kvloom_common.tenancy.prices import Prices
 from router.caller_scope import shown_id
 from router.core.actions import AnswerCompleted
-from router.core.events import Tier
+from router.core.events import TierRank
 from router.fingerprints import ModelFingerprint
 
 if TYPE_CHECKING:  # a router without receipts needs no cryptography
@@ -61,7 +61,7 @@ class ReceiptWriter:
             for choice in choices
         ]
         price = self._prices().at(request.full_name, now)
-        is_batch = request.tier is Tier.BATCH
+        is_batch = request.tier is TierRank.BATCH
         of_model = UNKNOWN if fingerprint is None or not completed.is_exact else fingerprint
         window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window or request.max_tokens)

@@ -2,7 +2,7 @@
 
 An answer is reused for a request that has the same key (request_key.py). The key has everything that the answer depends
 on, so a change of the model, an adapter or the safety policy leaves nothing to invalidate. An answer is kept only if
-all of that was the same at its end as when its request arrived (router/answer_keeper.py).
+all of that was the same at its end as when its request arrived (router/result_recorder.py).
 """
 
 from __future__ import annotations

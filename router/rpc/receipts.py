@@ -10,7 +10,7 @@ GRACE_SECONDS: Final = 0.25
 """A message that needs less time than this is never ended: it is small, or its sender is fast."""
 
 
-class Receipt:
+class MessageReceipt:
     """One message that is being received."""
 
     __slots__ = ("begun_at", "caller", "end")
@@ -28,21 +28,21 @@ class Receipts:
 
     def __init__(self, max_receipts: int) -> None:
         self._max_receipts = max_receipts
-        self._by_caller: dict[str, dict[Receipt, None]] = {}
+        self._by_caller: dict[str, dict[MessageReceipt, None]] = {}
         """Each caller's, the oldest first."""
         self.num_receipts = 0
 
-    def begin(self, caller: str, now: float, end: Callable[[], None]) -> Receipt:
+    def begin(self, caller: str, now: float, end: Callable[[], None]) -> MessageReceipt:
         """A message is received from now on."""
         if self.num_receipts >= self._max_receipts:
             largest = max(self._by_caller.values(), key=len)
             self._end_if_old(next(iter(largest)), now)
-        receipt = Receipt(caller, now, end)
+        receipt = MessageReceipt(caller, now, end)
         self._by_caller.setdefault(caller, {})[receipt] = None
         self.num_receipts += 1
         return receipt
 
-    def finish(self, receipt: Receipt) -> None:
+    def finish(self, receipt: MessageReceipt) -> None:
         """The message has arrived. Nothing happens if the receipt has been ended."""
         own = self._by_caller.get(receipt.caller, {})
         if receipt in own:
@@ -56,7 +56,7 @@ class Receipts:
         for receipt in [receipt for own in self._by_caller.values() for receipt in own]:
             self._end_if_old(receipt, now)
 
-    def _end_if_old(self, receipt: Receipt, now: float) -> None:
+    def _end_if_old(self, receipt: MessageReceipt, now: float) -> None:
         if now - receipt.begun_at >= GRACE_SECONDS:
             self.finish(receipt)
             receipt.end()

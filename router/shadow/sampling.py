@@ -12,7 +12,7 @@ import xxhash
 from kvloom.sampling import max_cached_tokens, with_chosen_logprobs
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.config import ConfigError, ShadowConfig
-from router.core.events import SHADOW_CLIENT_ID, SHADOW_TENANT, ChoiceSpec, Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, SHADOW_TENANT, ChoiceSpec, Request, TierRank
 
 TIMEOUT_SECONDS: Final = 60.0
 """How long a candidate may take."""
@@ -128,6 +128,6 @@ def _shadow_request(
         # caller.
         tenant=f"{SHADOW_TENANT}{request.tenant}",
         cache_salt=f"shadow\0{request.cache_salt}",
-        tier=Tier.SHADOW,
+        tier=TierRank.SHADOW,
         max_cached_tokens=max_cached_tokens(sampling),
     )

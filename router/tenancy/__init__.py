@@ -5,5 +5,5 @@ lease_script.py   the one script in Redis that leases rates and slots
 rate_leases.py    asks Redis
 budget_leases.py  asks the control service
 shadow_log.py     logs what limits in shadow mode would have done
-lease_desk.py     sends what the core wants to the one that has it, and counts
+lease_client.py   sends what the core wants to the one that has it, and counts
 """

@@ -75,7 +75,7 @@ class Capability(enum.StrEnum):
     one gives way to it at the next step (prefill_order.py). Only with EngineInfo.yield_tokens."""
 
 
-class FinishReason(enum.Enum):
+class SequenceFinishReason(enum.Enum):
     """Why a sequence ended."""
 
     STOP = "stop"
@@ -299,7 +299,7 @@ class SequenceEnd:
     """Reported once per sequence; the engine has freed its blocks."""
 
     request_id: str
-    reason: FinishReason
+    reason: SequenceFinishReason
     error: str = ""
     """A message for the operator; set when reason is ERROR."""
     refusal: str = ""

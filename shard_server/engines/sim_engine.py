@@ -28,9 +28,9 @@ from shard_server.engines.base import (
     EngineInfo,
     EngineLoad,
     EngineRequest,
-    FinishReason,
     LoadShare,
     SequenceEnd,
+    SequenceFinishReason,
     SequenceStart,
     StepOutput,
 )
@@ -244,7 +244,7 @@ class SimEngine:
             else:
                 self._cancelled.discard(request_id)
                 self._forget(sequence)
-                self._failed.append(SequenceEnd(request_id, FinishReason.ERROR, str(error)))
+                self._failed.append(SequenceEnd(request_id, SequenceFinishReason.ERROR, str(error)))
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -407,7 +407,7 @@ class SimEngine:
             output.ends.append(
                 SequenceEnd(
                     request.request_id,
-                    FinishReason.STOP,
+                    SequenceFinishReason.STOP,
                     embedding=sim_embedding(request.prompt_token_ids, request.pooling),
                 )
             )
@@ -419,9 +419,9 @@ class SimEngine:
         if request.sampling.num_logprobs is not None:
             output.logprobs[request.request_id] = [sequence.logprobs_of(token_id, request.sampling.num_logprobs)]
         if token_id in request.stop_token_ids:
-            self._end(sequence, FinishReason.STOP, output)
+            self._end(sequence, SequenceFinishReason.STOP, output)
         elif sequence.num_output_tokens >= request.max_tokens:
-            self._end(sequence, FinishReason.LENGTH, output)
+            self._end(sequence, SequenceFinishReason.LENGTH, output)
 
     def _chosen_token(self, sequence: SimSequence) -> int | None:
         """None: the word that follows from the prompt."""
@@ -433,10 +433,10 @@ class SimEngine:
         now = self._clock()
         return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submit_time)]
 
-    def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
+    def _end(self, sequence: SimSequence, reason: SequenceFinishReason, output: StepOutput) -> None:
         if sequence.request.request_id in self._live:
             self._release(sequence)
-        is_handed_over = sequence.request.prefill_only and reason is FinishReason.LENGTH
+        is_handed_over = sequence.request.prefill_only and reason is SequenceFinishReason.LENGTH
         handoff = handoff_of(sequence.request) if is_handed_over else b""
         output.ends.append(SequenceEnd(sequence.request.request_id, reason, handoff=handoff))
 
@@ -456,12 +456,12 @@ class SimEngine:
         for request_id in self._cancelled:
             sequence = self._live[request_id]
             if sequence in self._running:
-                self._end(sequence, FinishReason.CANCELLED, output)
+                self._end(sequence, SequenceFinishReason.CANCELLED, output)
             else:
                 if self._preparing.pop(request_id, None) is None:
                     self._waiting.remove(sequence)
                 self._forget(sequence)
-                output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
+                output.ends.append(SequenceEnd(request_id, SequenceFinishReason.CANCELLED))
         self._cancelled.clear()
 
     async def _pass_time(self, seconds: float) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kvloom_common.text.block_hash import root_hash
-from shard_server.engines.base import Adapters, Capability, EngineError, EngineRequest, FinishReason, adapters_of
+from shard_server.engines.base import (
+    Adapters,
+    Capability,
+    EngineError,
+    EngineRequest,
+    SequenceFinishReason,
+    adapters_of,
+)
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.conformance.started_engines import StartedEngines, StartEngine
 
@@ -72,7 +79,7 @@ class AdapterSuite(StartedEngines):
         with pytest.raises(EngineError):
             driver.engine.submit(adapted("x", "c"))
         await driver.run(adapted("x", "a"))
-        assert driver.ends == {"x": FinishReason.LENGTH}
+        assert driver.ends == {"x": SequenceFinishReason.LENGTH}
 
     async def test_the_state_says_what_is_loaded_and_in_use(self, start_adapted: StartEngine) -> None:
         """Routers and dashboards read it."""

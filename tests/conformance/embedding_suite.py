@@ -13,10 +13,10 @@ from shard_server.engines.base import (
     Capability,
     EngineError,
     EngineRequest,
-    FinishReason,
     Pooling,
     PoolingKind,
     Sampling,
+    SequenceFinishReason,
 )
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.conformance.started_engines import StartedEngines, StartEngine
@@ -55,7 +55,7 @@ class EmbeddingSuite(StartedEngines):
         (vector,) = await embed(driver, embedding_of("a", prompt_of(1, 20)))
         assert len(vector) == driver.engine.info.embedding_size > 0
         assert math.isclose(math.fsum(value * value for value in vector), 1.0, rel_tol=1e-5)
-        assert driver.ends == {"a": FinishReason.STOP}
+        assert driver.ends == {"a": SequenceFinishReason.STOP}
         assert driver.starts["a"].queue_time_seconds >= 0
         assert driver.load.num_available_blocks == driver.engine.info.num_blocks
         assert driver.load.num_running == driver.load.num_queued_prefill_tokens == 0
@@ -108,7 +108,7 @@ class EmbeddingSuite(StartedEngines):
         driver.engine.submit(embedding_of("a", prompt_of(3, 40)))
         driver.engine.cancel("a")
         await driver.step_until(lambda: "a" in driver.ends)
-        assert driver.ends["a"] in (FinishReason.CANCELLED, FinishReason.STOP)
+        assert driver.ends["a"] in (SequenceFinishReason.CANCELLED, SequenceFinishReason.STOP)
         assert driver.load.num_available_blocks == driver.engine.info.num_blocks
 
     async def test_text_is_generated_beside_embeddings(self, start_embedding: StartEngine) -> None:

@@ -13,9 +13,9 @@ from shard_server.engines.base import (
     Engine,
     EngineLoad,
     EngineRequest,
-    FinishReason,
     KvEvent,
     Sampling,
+    SequenceFinishReason,
     SequenceStart,
     StepOutput,
     TokenLogprobs,
@@ -45,7 +45,7 @@ class EngineDriver:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.starts: dict[str, SequenceStart] = {}
-        self.ends: dict[str, FinishReason] = {}
+        self.ends: dict[str, SequenceFinishReason] = {}
         self.embeddings: dict[str, bytes] = {}
         self.handoffs: dict[str, bytes] = {}
         self.kv_events: list[KvEvent] = []

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shard_server.engines.base import Capability, EngineError, FinishReason
+from shard_server.engines.base import Capability, EngineError, SequenceFinishReason
 from tests.conformance.engine_driver import prompt_of, request_of
 from tests.conformance.started_engines import StartedEngines, StartEngine
 
@@ -22,7 +22,7 @@ class SchedulingSuite(StartedEngines):
         (tokens,) = await driver.run(request_of("a", prompt_of(1, 20), 9))
         assert len(tokens) == 9
         assert all(0 <= token_id < driver.engine.info.vocab_size for token_id in tokens)
-        assert driver.ends == {"a": FinishReason.LENGTH}
+        assert driver.ends == {"a": SequenceFinishReason.LENGTH}
         assert driver.starts["a"].num_cached_tokens == 0
         assert driver.starts["a"].queue_time_seconds >= 0
 
@@ -31,7 +31,7 @@ class SchedulingSuite(StartedEngines):
         driver = await start()
         (tokens,) = await driver.run(request_of("a", prompt_of(1, 16), 1))
         assert len(tokens) == 1
-        assert driver.ends == {"a": FinishReason.LENGTH}
+        assert driver.ends == {"a": SequenceFinishReason.LENGTH}
 
     async def test_a_stop_token_ends_the_sequence_and_is_emitted(self, start: StartEngine) -> None:
         """End-of-sequence is a stop token; it counts as output."""
@@ -40,7 +40,7 @@ class SchedulingSuite(StartedEngines):
         stop = tokens[5]
         (stopped,) = await driver.run(request_of("a", prompt_of(2, 10), 8, stop_token_ids=frozenset({stop})))
         assert stopped == tokens[: tokens.index(stop) + 1]
-        assert driver.ends["a"] is FinishReason.STOP
+        assert driver.ends["a"] is SequenceFinishReason.STOP
 
     async def test_a_cancelled_sequence_ends_within_two_steps_and_frees_its_blocks(self, start: StartEngine) -> None:
         """A client that goes away must not cost engine time."""
@@ -51,7 +51,7 @@ class SchedulingSuite(StartedEngines):
         num_tokens = len(driver.tokens["a"])
         driver.engine.cancel("a")
         await driver.step_until(lambda: "a" in driver.ends, max_steps=3)
-        assert driver.ends["a"] is FinishReason.CANCELLED
+        assert driver.ends["a"] is SequenceFinishReason.CANCELLED
         assert len(driver.tokens["a"]) <= num_tokens + 2
         assert driver.load.num_available_blocks == driver.engine.info.num_blocks
         assert driver.load.num_running == 0
@@ -64,7 +64,7 @@ class SchedulingSuite(StartedEngines):
         await driver.step_until(lambda: "runs" in driver.tokens)
         driver.engine.cancel("waits")
         await driver.step_until(lambda: len(driver.ends) == 2)
-        assert driver.ends == {"runs": FinishReason.LENGTH, "waits": FinishReason.CANCELLED}
+        assert driver.ends == {"runs": SequenceFinishReason.LENGTH, "waits": SequenceFinishReason.CANCELLED}
         assert "waits" not in driver.tokens
 
     async def test_cancelling_the_unknown_or_the_ended_changes_nothing(self, start: StartEngine) -> None:
@@ -74,7 +74,7 @@ class SchedulingSuite(StartedEngines):
         await driver.run(request_of("a", prompt_of(1, 10), 3))
         driver.engine.cancel("a")
         await driver.run(request_of("b", prompt_of(1, 10), 3))
-        assert driver.ends == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+        assert driver.ends == {"a": SequenceFinishReason.LENGTH, "b": SequenceFinishReason.LENGTH}
 
     async def test_a_request_that_can_never_run_is_rejected_and_harms_no_other(self, start: StartEngine) -> None:
         """A bad request must not reach the loop that serves the others."""

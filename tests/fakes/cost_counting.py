@@ -39,7 +39,7 @@ class CountingTransport:
         self.num_writes += bool(data)
 
 
-class NobodyLooks:
+class NoopObserver:
     """An observer whom nothing interests."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -16,8 +16,8 @@ from shard_server.engines.base import (
     EngineError,
     EngineInfo,
     EngineRequest,
-    FinishReason,
     SequenceEnd,
+    SequenceFinishReason,
     StepOutput,
 )
 from shard_server.engines.sim_engine import SimEngine
@@ -96,7 +96,7 @@ class FailingEngine:
                 self._failed.add(request_id)
                 self.num_failed += 1
                 self._inner.cancel(request_id)
-                cut.ends.append(SequenceEnd(request_id, FinishReason.ERROR, "as the test wants it"))
+                cut.ends.append(SequenceEnd(request_id, SequenceFinishReason.ERROR, "as the test wants it"))
         for end in output.ends:
             self._limits.pop(end.request_id, None)
             if end.request_id in self._failed:

@@ -15,7 +15,7 @@ from kvloom.v1.control_service_pb2 import (
     LeaseBudgetsRequest,
     LeaseBudgetsResponse,
 )
-from lab.dst.tenancy.lease_owners import Budget, BudgetOwner
+from lab.dst.tenancy.lease_owners import BudgetOwner, SimulatedBudget
 from router.core.lease_messages import LeaseKind, LeaseName, LeaseWant
 
 _KINDS: dict[int, LeaseKind] = {BUDGET_UNIT_NANOS: LeaseKind.MONTH_NANOS, BUDGET_UNIT_TOKENS: LeaseKind.DAY_TOKENS}
@@ -44,11 +44,11 @@ class FakeBudgets(control_service_pb2_grpc.ControlServiceServicer):
         if self._server is not None:
             await self._server.stop(None)
 
-    def budget(self, account: str, unit: int, period: str) -> Budget:
+    def budget(self, account: str, unit: int, period: str) -> SimulatedBudget:
         name = LeaseName(account, _KINDS[unit], period)
         budget = self.owner.budgets.get(name)
         if budget is None:
-            budget = self.owner.budgets[name] = Budget(self._limit)
+            budget = self.owner.budgets[name] = SimulatedBudget(self._limit)
         return budget
 
     async def LeaseBudgets(

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from control.service.metrics import CALLS, FOLLOWERS, SNAPSHOTS
 from control.usage.metrics import UsageMetrics
-from edge_http.answers.answer import Answer
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.metrics import EdgeMetrics
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.errors import KvloomError
@@ -40,14 +40,14 @@ from router.core.fleet.shard_health import HealthState
 from router.core.lease_messages import LimitCount
 from router.core.load.prediction import PlacementPrediction
 from router.core.objectives import Cause, Objectives, ObjectivesOutcome
-from router.core.request_end import Moves
+from router.core.request_end import RelocationCounts
 from router.core.tenancy.limiter import Limiter
 from router.metering.metrics import MeteringMetrics
 from router.metrics import GAUGES, RouterMetrics
 from router.result_cache.cache import ResultCache
 from router.result_cache.metrics import ResultCacheMetrics
 from router.shadow.metrics import PairMetrics, ShadowMetrics
-from router.tenancy.lease_desk import LeaseDesk
+from router.tenancy.lease_client import LeaseClient
 from router.usage_records import Credit
 from safety_svc.metrics import ANSWERS, BLOCKS, POLICY_LOADS, PROMPTS, STREAMS
 from shard_server.engines.base import AdaptersState, EngineLoad, KvShareUsage
@@ -112,7 +112,7 @@ def _edge() -> Any:
     metrics.on_response("/v1/models", 200)
     error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "")
     answer = types.SimpleNamespace(error=error, started_at=0.0, first_token_at=1.0, num_output_tokens=2, num_choices=1)
-    metrics.on_answer("chat", MODEL, cast(Answer, answer), num_prompt_tokens=3, num_events=4)
+    metrics.on_answer("chat", MODEL, cast(EdgeAnswer, answer), num_prompt_tokens=3, num_events=4)
     metrics.on_discarded("chat", MODEL, "refusal", 3)
     metrics.on_ignored_field("rid")
     metrics.on_continued("chat", MODEL, "large")
@@ -133,7 +133,7 @@ def _router() -> CollectorRegistry:
     )
     error = (FinishReason.FINISH_REASON_ERROR, ErrorReason.ERROR_REASON_QUEUE_FULL)
     metrics.request_ended(
-        RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, moves=Moves(num_failovers=1))
+        RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, moves=RelocationCounts(num_failovers=1))
     )
     refused = ObjectivesOutcome(Objectives(1.0), "interactive", None, Cause.LOAD, deadline_met=False)
     metrics.request_ended(RequestEnded("r", "t", MODEL, "", 0, *error, 3, 0, 0, 0.1, None, 0.3, objectives=refused))
@@ -163,7 +163,7 @@ def _limits(registry: CollectorRegistry) -> None:
     config = KvloomConfig()
     config.redis.url = "redis://127.0.0.1:1"
     limiter = Limiter(TenantTable, lambda now: now)
-    desk = LeaseDesk(config, limiter, "router-0/1", list, NO_SECRET, lambda _: None, registry)
+    desk = LeaseClient(config, limiter, "router-0/1", list, NO_SECRET, lambda _: None, registry)
     desk.limits_counted(LimitsCounted([LimitCount("requests_per_minute", "refused")]))
 
 

@@ -16,7 +16,7 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
 from router.core.core import RouterCore
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
 from tests.fakes import link_requests
 from tests.fakes.fake_safety import FakeSafety

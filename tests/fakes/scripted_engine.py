@@ -10,8 +10,8 @@ from shard_server.engines.base import (
     EngineError,
     EngineInfo,
     EngineRequest,
-    FinishReason,
     SequenceEnd,
+    SequenceFinishReason,
     StepOutput,
 )
 
@@ -50,7 +50,7 @@ class ScriptedEngine:
     def put(self, output: StepOutput) -> None:
         self._outputs.put_nowait(output)
 
-    def put_tokens(self, request: EngineRequest, *token_ids: int, end: FinishReason | None = None) -> None:
+    def put_tokens(self, request: EngineRequest, *token_ids: int, end: SequenceFinishReason | None = None) -> None:
         """A step in which one sequence has output."""
         ends = [] if end is None else [SequenceEnd(request.request_id, end)]
         self.put(StepOutput([request.request_id], [list(token_ids)], ends=ends))

@@ -15,7 +15,7 @@ from kvloom_common.models.likelihood_gap import GapSums, gap_sums_of
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.core import RouterCore
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine

@@ -15,7 +15,7 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
 from router.core.tenancy.limiter import Limiter
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
 from tests.fakes.served_models import catalogue_of

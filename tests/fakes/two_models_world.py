@@ -26,9 +26,9 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from router.core.core import RouterCore
 from router.core.tenancy.limiter import Limiter
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
-from router.tenancy.lease_desk import epoch_clock
+from router.tenancy.lease_client import epoch_clock
 from shard_server.server import ShardServer
 from tests.fakes.failing_engine import FailingEngine, RecitingEngine
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, num_ready_shards

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom_common.config import ShardConfig, TorchConfig
-from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner
@@ -72,7 +72,7 @@ async def test_the_engine_answers_on_the_gpu(tmp_path: Path):
     engine = TorchEngine(write_tiny_llama(tmp_path, head_dim=64), "tiny", config)
     await engine.start()
     answers: dict[str, list[int]] = {}
-    ends: dict[str, FinishReason] = {}
+    ends: dict[str, SequenceFinishReason] = {}
     try:
         for index in range(6):
             sampling = Sampling(temperature=0.0 if index % 2 else 0.9, seed=7, top_p=0.9 if index > 3 else 1.0)
@@ -85,7 +85,7 @@ async def test_the_engine_answers_on_the_gpu(tmp_path: Path):
                 break
     finally:
         await engine.close()
-    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert set(ends.values()) == {SequenceFinishReason.LENGTH}
     assert answers["r0"] == answers["r2"]
     assert answers["r1"] == answers["r3"] == answers["r5"]
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from router.core.core import RouterCore
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.server import RouterServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.fake_shard import expected_text, expected_tokens

@@ -106,7 +106,7 @@ async def test_without_a_repeat_it_is_cancelled(fields: dict[str, Any]) -> None:
         async with asyncio.timeout(5):
             await request.cancelled.wait()
         await eventually(lambda: world.edge.num_running == 0)
-        assert len(world.edge.kept_answers) == len(world.edge.resume.streams) == 0
+        assert len(world.edge.idempotent_answers) == len(world.edge.resume.streams) == 0
         assert world.edge.collected.num_leases == 0
 
 
@@ -155,16 +155,16 @@ async def test_kept_answers_are_bounded() -> None:
         world.link.script = answer("Hello")
         for fields in ({}, {"stream": True}):
             await ask(world, key=str(fields.get("stream", "")) or "whole", **fields)
-        await eventually(lambda: not len(world.edge.kept_answers))
-        assert world.edge.kept_answers.num_bytes == 0
+        await eventually(lambda: not len(world.edge.idempotent_answers))
+        assert world.edge.idempotent_answers.num_bytes == 0
     async with edge_world(config(max_kept_answer_bytes=10_000)) as world:
         world.link.script = answer("x" * 2000)
         for number in range(3):
             await ask(world, key=f"key-{number}", caller="greedy")
-        assert len(world.edge.kept_answers) == 1
+        assert len(world.edge.idempotent_answers) == 1
         await ask(world, key="a", caller="other")
         await ask(world, key="a", caller="third")
-        assert 0 < world.edge.kept_answers.num_bytes <= 10_000
+        assert 0 < world.edge.idempotent_answers.num_bytes <= 10_000
         assert (await ask(world, key="key-0", caller="greedy"))[0] == 200
         world.link.script = answer("y" * 6000)
         for _ in range(2):  # larger than what one caller may have
@@ -172,14 +172,14 @@ async def test_kept_answers_are_bounded() -> None:
     async with edge_world(config(idempotency_seconds=0)) as world:
         world.link.script = answer("Hello")
         await ask(world)
-        assert len(world.edge.kept_answers) == 0
+        assert len(world.edge.idempotent_answers) == 0
 
 
 async def test_stopping_ends_what_runs(world: EdgeWorld) -> None:
     """An edge that stops leaves no request in the engine, and its client an error instead of silence."""
     asking = asyncio.create_task(ask(world))
     request = await world.link.next_request()
-    await world.edge.kept_answers.close()
+    await world.edge.idempotent_answers.close()
     status, body, _ = await asking
     assert (status, json.loads(body)["error"]["code"]) == (499, "cancelled")
     assert request.cancelled.is_set()
@@ -203,7 +203,7 @@ async def test_a_repeat_at_another_edge(redis_url: str) -> None:
         assert response.headers[REPLAYED] == "true"
         assert (await ask(second, seed=5))[0] == 409
         assert not second.link.requests
-        await first.edge.kept_answers.close()
+        await first.edge.idempotent_answers.close()
         second.link.script = answer("anew")
         status, body, response = await ask(second)
         assert (status, response.headers.get(REPLAYED)) == (200, None)

@@ -21,7 +21,7 @@ from edge_http.openai.response_objects import (
     Completion,
     ErrorBody,
     ModelList,
-    Moderation,
+    ModerationObject,
 )
 from edge_http.server.api_docs import API_ROUTES, document_bytes
 from edge_http.server.http_router import HANDLERS, route_of
@@ -209,7 +209,7 @@ async def test_other_answers_are_as_described() -> None:
         world.link.script = answer("x")
         for path, body, kind in (
             ("/v1/completions", {"model": "tiny", "prompt": "the fox"}, Completion),
-            ("/v1/moderations", {"input": "forbidden"}, Moderation),
+            ("/v1/moderations", {"input": "forbidden"}, ModerationObject),
             ("/v1/completions", {"model": "tiny"}, ErrorBody),
             ("/v1/audio/speech", {}, ErrorBody),
         ):

@@ -42,7 +42,7 @@ from router.core.tenancy.budget_lease import BudgetLease
 from router.core.tenancy.limiter import Limiter
 from router.core_driver import CoreDriver
 from router.tenancy.budget_leases import BudgetLeases
-from router.tenancy.lease_desk import LeaseDesk, epoch_clock
+from router.tenancy.lease_client import LeaseClient, epoch_clock
 from router.tenancy.rate_leases import RateLeases
 from tests.fakes.fake_budgets import FakeBudgets
 from tests.fakes.limited_rig import tenant_table
@@ -244,7 +244,7 @@ class Router:
         config = KvloomConfig()
         config.redis.url = redis_url
         self.metrics = CollectorRegistry()
-        self.desk = LeaseDesk(
+        self.desk = LeaseClient(
             config, limiter, name, lambda: [control.address], NO_SECRET, self.driver.dispatch, self.metrics
         )
         self.driver.set_limits(self.desk)

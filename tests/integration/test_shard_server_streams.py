@@ -14,7 +14,7 @@ from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import LoadReport, RouterHello
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
-from shard_server.engines.base import EngineError, FinishReason, RequestRefusedError, SequenceStart, StepOutput
+from shard_server.engines.base import EngineError, RequestRefusedError, SequenceFinishReason, SequenceStart, StepOutput
 from shard_server.engines.sim_engine import expected_token_id
 from shard_server.submits import choice_seed
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -295,7 +295,7 @@ async def test_steps_of_several_tokens_are_cut_exactly_at_the_stop_string() -> N
         engine.put_tokens(two, 21)
         engine.put_tokens(one, 13, 14, 15)
         engine.put_tokens(one, 16)  # late
-        engine.put_tokens(two, 2, 22, end=FinishReason.LENGTH)
+        engine.put_tokens(two, 2, 22, end=SequenceFinishReason.LENGTH)
         await router.read_until(lambda: len(router.finishes) == 2)
     assert router.tokens == {1: [11, 12, 13], 2: [21, 2, 22]}
     assert router.text == {1: " w11 w12 ", 2: " w21 w22"}

@@ -23,7 +23,7 @@ from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.step_bench import Answer, StepBench, same
 from tools.models.shallow import write_shallow_model
-from tools.models.train_adapter import ANSWER, QUESTIONS, Plan, train, write
+from tools.models.train_adapter import ANSWER, QUESTIONS, TrainingPlan, train, write
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8
@@ -185,7 +185,7 @@ def trained_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A small adapter, trained in some ten seconds."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plan = Plan(num_layers=6, num_steps=10)
+    plan = TrainingPlan(num_layers=6, num_steps=10)
     lora, losses = train(model_dir, plan, QUESTIONS[:3])
     torch.set_num_threads(num_threads)
     assert losses[-1] < 0.5 < losses[0]

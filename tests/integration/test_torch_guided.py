@@ -16,7 +16,15 @@ from tokenizers import Tokenizer
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
-from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Guide, GuideKind, Sampling
+from shard_server.engines.base import (
+    Capability,
+    EngineError,
+    EngineRequest,
+    Guide,
+    GuideKind,
+    Sampling,
+    SequenceFinishReason,
+)
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.guides import GuideError
 from shard_server.engines.torch_engine.sampling.llguidance_guides import CACHED_GUIDES, GuideCompiler
@@ -171,12 +179,12 @@ async def test_answers_keep_to_every_kind_of_guide(driver: EngineDriver, prompts
     for request, check in jobs:
         tokens = driver.tokens[request.request_id]
         text = prompts.tokenizer.decode(tokens)
-        if driver.ends[request.request_id] is FinishReason.STOP:
+        if driver.ends[request.request_id] is SequenceFinishReason.STOP:
             num_ended += 1
             assert tokens[-1] in request.stop_token_ids
             assert check(text), text
         else:
-            assert driver.ends[request.request_id] is FinishReason.LENGTH
+            assert driver.ends[request.request_id] is SequenceFinishReason.LENGTH
             assert not set(tokens) & request.stop_token_ids
     assert num_ended >= len(jobs) - 3
 
@@ -247,7 +255,7 @@ async def test_guides_that_cannot_be_compiled_end_their_requests_alone(driver: E
     for request, words in bad:
         assert words in refusals[request.request_id]
         assert len(refusals[request.request_id]) <= 200
-        assert driver.ends[request.request_id] is FinishReason.ERROR
+        assert driver.ends[request.request_id] is SequenceFinishReason.ERROR
     assert len(driver.tokens[good.request_id]) == 5
 
 
@@ -259,7 +267,7 @@ async def test_a_cancel_reaches_a_request_whose_guide_is_being_compiled(driver: 
         driver.engine.submit(request)
         driver.engine.cancel(request.request_id)
     await driver.step_until(lambda: all(request.request_id in driver.ends for request in requests))
-    assert {driver.ends[request.request_id] for request in requests} == {FinishReason.CANCELLED}
+    assert {driver.ends[request.request_id] for request in requests} == {SequenceFinishReason.CANCELLED}
 
 
 async def test_stop_tokens_of_the_client_wait_for_the_guide(driver: EngineDriver, prompts: Prompts) -> None:
@@ -276,7 +284,7 @@ async def test_without_an_end_token_a_complete_answer_still_ends(driver: EngineD
     """ignore_eos: nothing can follow, so the sequence must not run on to max_tokens."""
     request = dataclasses.replace(prompts.request(GUIDES["choice"][0]), stop_token_ids=frozenset())
     await driver.run(request)
-    assert driver.ends[request.request_id] is FinishReason.STOP
+    assert driver.ends[request.request_id] is SequenceFinishReason.STOP
 
 
 async def test_structures_in_answers_are_whole_and_continue(driver: EngineDriver, prompts: Prompts) -> None:

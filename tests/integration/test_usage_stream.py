@@ -31,7 +31,7 @@ from kvloom_common.trust.seal import PLAIN, Sealer
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret
 from router.core.actions import RequestEnded
-from router.core.events import Tier
+from router.core.events import TierRank
 from router.core.request_usage import RequestUsage
 from router.metering.metering import Metering
 from router.metering.spool import Spool
@@ -43,7 +43,7 @@ PRICES = Prices([Price("p1", "*", prompt_nanos=1, output_nanos=3)])
 
 
 def ended(request_id: str, num_output: int = 5, *, num_resumed: int = 0, answer_id: str = "") -> RequestEnded:
-    usage = RequestUsage(Tier.INTERACTIVE, None, "k1", answer_id, num_resumed, 0.5)
+    usage = RequestUsage(TierRank.INTERACTIVE, None, "k1", answer_id, num_resumed, 0.5)
     return RequestEnded(
         request_id, "acme/search", "m", "s0", 1, FINISH_REASON_STOP, 0, 10, 0, num_output, 0.0, 0.1, 0.2, usage=usage
     )

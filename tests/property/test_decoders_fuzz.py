@@ -20,7 +20,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, router_service_pb2, shard_service_pb2
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import RequestArrived, ShardDescription, ShardUp
-from router.intake import Intake
+from router.request_validator import RequestValidator
 from shard_server.engines.base import Capability, EngineInfo
 from shard_server.submits import resolve_submit
 from tests.examples import num_examples
@@ -123,8 +123,8 @@ SHARD_SUBMITS = messages(
 )
 
 
-def intake() -> Intake:
-    return Intake(tiny_models(), max_prompt_tokens=64, needs_prompt_text=lambda: True)
+def intake() -> RequestValidator:
+    return RequestValidator(tiny_models(), max_prompt_tokens=64, needs_prompt_text=lambda: True)
 
 
 def admit(request: Any) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, shape_of
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
-from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter
+from edge_http.formatting.response_formatter import ChoiceFinish, Envelope, ResponseFormatter
 from edge_http.formatting.usage import Usage
 from kvloom.conversation.tools import Tool
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -62,7 +62,7 @@ def streamed(shape: ResponseShape, deltas: Sequence[str], taken_over_after: int 
             for before in deltas[:number]:
                 format_.output(0, parsed[0].feed(before, 1) if parsed else [TextDelta(before)])
         sent += format_.output(0, parsed[0].feed(delta, 1) if parsed else [TextDelta(delta)])
-    finish = Finish("stop")
+    finish = ChoiceFinish("stop")
     if parsed:
         sent += format_.output(0, parsed[0].finish())
         finish = parsed[0].completed(finish)
@@ -72,7 +72,7 @@ def streamed(shape: ResponseShape, deltas: Sequence[str], taken_over_after: int 
 def collected(shape: ResponseShape, deltas: Sequence[str]) -> dict[str, Any]:
     """The body of a response that is not streamed."""
     choice, format_, parsed = CollectedChoice(), formatter(shape), parsed_outputs(shape, 1)
-    finish = Finish("stop")
+    finish = ChoiceFinish("stop")
     for events in _outputs(parsed, deltas):
         for event in events:
             match event:

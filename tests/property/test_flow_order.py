@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from router.core.dispatch.counter_order import CounterOrder
 from router.core.dispatch.service_counters import Flow, ServiceCounters
-from router.core.dispatch.turns import Turns
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import ChoiceSpec, Request
-from router.core.live import Client, LiveRequest, QueueId
+from router.core.live import LiveRequest, QueueId, StreamClient
 from router.core.priority_classes import BATCH, INTERACTIVE, PriorityClass
 from tests.examples import num_examples
 
@@ -54,7 +54,7 @@ class Waiting(RuleBasedStateMachine):
             fairness_id=fairness_id,
             priority_class=priority_class,
         )
-        live = LiveRequest(request, Client("c"), self.now)
+        live = LiveRequest(request, StreamClient("c"), self.now)
         live.num_attempts = int(has_begun and self.num_requests % 4 == 0)
         self.queues.push(live, QUEUE)
 
@@ -115,7 +115,7 @@ TestWaiting.settings = settings(max_examples=num_examples(60), stateful_step_cou
 
 def test_equal_names_keep_the_order_in_which_they_came() -> None:
     """Tenants that have had the same are served first come, first served."""
-    turns = Turns[str](lambda _: 0)
+    turns = CounterOrder[str](lambda _: 0)
     for name in "cab":
         turns.add(name)
     turns.discard("c")
@@ -125,7 +125,7 @@ def test_equal_names_keep_the_order_in_which_they_came() -> None:
 
 def test_names_that_left_do_not_stay_in_memory() -> None:
     """A million callers may each wait once and give up."""
-    turns = Turns[int](lambda _: 0)
+    turns = CounterOrder[int](lambda _: 0)
     turns.add(-1)
     for name in range(10_000):
         turns.add(name)

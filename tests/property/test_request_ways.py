@@ -33,16 +33,16 @@ from router import convert
 from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import (
     AdaptersReported,
-    AdapterState,
     ChoiceSpec,
     LoadReported,
     Request,
     RequestArrived,
+    ShardAdapter,
     ShardLoad,
 )
 from router.core.priority_classes import CLASS_OF_TIER
-from router.intake import Intake
 from router.metering.meter import Meter
+from router.request_validator import RequestValidator
 from tests.examples import num_examples
 from tests.fakes.core_rig import CoreRig, only
 from tests.fakes.served_models import tiny_model
@@ -107,10 +107,10 @@ requests = st.fixed_dictionaries(
 
 
 @functools.cache
-def intake() -> Intake:
+def intake() -> RequestValidator:
     model = tiny_model()
     adapted = model.with_adapter(Adapter("poet", "present"))
-    return Intake(
+    return RequestValidator(
         {"tiny": model, adapted.name: adapted},
         1000,
         lambda: True,
@@ -277,7 +277,7 @@ def served(request: Request, move: str = "") -> tuple[list[ShardSubmit], UsageRe
     for name in ("s0", "s1"):
         rig.add_shard(name, model="tiny", capabilities=frozenset({"adapters", "embed", "generate", "seeded_resume"}))
         checksum = "" if request.adapter is None else request.adapter.checksum
-        rig.handle(AdaptersReported(name, [AdapterState("poet", checksum, True)]))
+        rig.handle(AdaptersReported(name, [ShardAdapter("poet", checksum, True)]))
     attempts = [only(rig.handle(RequestArrived(request)), SubmitAttempt)]
     slots = [choice.slot for choice in attempts[0].choices]
     if move:

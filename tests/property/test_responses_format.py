@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
-from edge_http.formatting.response_formatter import Envelope, Finish
+from edge_http.formatting.response_formatter import ChoiceFinish, Envelope
 from edge_http.formatting.usage import Usage
 from edge_http.openai.responses.formatter import ResponsesFormatter
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -33,8 +33,8 @@ def formatter() -> ResponsesFormatter:
     return ResponsesFormatter(envelope, model_tokenizer(), {"echo": b'{"store":false}'})
 
 
-def parsed() -> ParsedOutput:
-    return ParsedOutput(make_parser(SPEC))
+def parsed() -> CountedOutputParser:
+    return CountedOutputParser(make_parser(SPEC))
 
 
 def split(data: st.DataObject, text: str) -> list[str]:
@@ -50,9 +50,9 @@ def stream(pieces: Sequence[str], reason: str) -> list[bytes]:
     return events + end(made, output, reason)
 
 
-def end(made: ResponsesFormatter, output: ParsedOutput, reason: str) -> list[bytes]:
+def end(made: ResponsesFormatter, output: CountedOutputParser, reason: str) -> list[bytes]:
     events = [*made.output(0, output.finish())]
-    events += made.finish(0, output.completed(Finish(reason)), None)
+    events += made.finish(0, output.completed(ChoiceFinish(reason)), None)
     return [*events, *made.ending(lambda: USAGE, None)]
 
 
@@ -67,7 +67,7 @@ def final(events: Sequence[bytes]) -> Any:
 def whole_body(text: str, reason: str) -> Any:
     choice, output, made = CollectedChoice(), parsed(), formatter()
     collect(choice, made, [*output.feed(text, 1), *output.finish()])
-    choice.finish_reason = output.completed(Finish(reason)).reason
+    choice.finish_reason = output.completed(ChoiceFinish(reason)).reason
     return json.loads(b"".join(made.body([choice], USAGE, None))) | {"completed_at": None}
 
 

@@ -151,7 +151,7 @@ REQUESTS = st.builds(
     max_tokens=st.none() | UINT32,
     timeout_seconds=st.sampled_from([0.0, 1e-9, 0.5, 1e300]),
     tenant=st.sampled_from(["", "t"]),
-    tier=st.sampled_from(ev.Tier),
+    tier=st.sampled_from(ev.TierRank),
 )
 
 
@@ -202,11 +202,11 @@ CONFIGS = st.builds(
     policy=st.sampled_from(["ect", "least_requests"]),
     answer_mode=st.sampled_from(["gate", "async", "off"]),
     safety_required=st.booleans(),
-    max_held_tokens=st.integers(1, 4),
+    max_uncleared_tokens=st.integers(1, 4),
     decision_sample_share=st.just(1.0),
     overload=st.builds(
         OverloadConfig,
-        sheds_early=st.booleans(),
+        sheds_load_early=st.booleans(),
         outage_patience_seconds=st.sampled_from([0.0, 0.5]),
         ramp_start_requests=st.sampled_from([NO_RAMP, 1, 4]),
     ),

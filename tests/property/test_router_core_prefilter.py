@@ -26,7 +26,7 @@ class Gate:
         self.answers = PrefilteredAnswers()
         self.answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
         self.service = Service(rules)
-        self.rig = CoreRig(safety=None, max_held_tokens=1000)
+        self.rig = CoreRig(safety=None, max_uncleared_tokens=1000)
         self.rig.handle(SafetyUp(False, True, self.answers.prefilter))
         self.rig.add_shard(max_model_len=1000, num_blocks=1000)
         (choice,) = only(self.rig.submit(slots=[CLIENT_SLOT], max_tokens=500), SubmitAttempt).choices

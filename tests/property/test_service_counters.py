@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.core.dispatch.service_counters import ServiceCounters, VirtualCounters
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import ChoiceSpec, Request
-from router.core.live import Client, LiveRequest, QueueId
+from router.core.live import LiveRequest, QueueId, StreamClient
 from router.core.priority_classes import PriorityClass
 from tests.examples import num_examples
 
@@ -53,7 +53,7 @@ class Server:
             tenant=ask.tenant,
             priority_class=priority_class,
         )
-        self.queues.push(LiveRequest(request, Client("c"), 0.0), QUEUE)
+        self.queues.push(LiveRequest(request, StreamClient("c"), 0.0), QUEUE)
 
     def step(self) -> None:
         while len(self._running) < BATCH and (live := self.queues.take(QUEUE, lambda _: True)) is not None:
@@ -163,7 +163,7 @@ def test_sub_flows_share_what_their_tenant_gets() -> None:
     for number in range(40):
         for tenant, fairness_id in (("many", f"flow-{number}"), ("one", "")):
             request = Request(f"{tenant}{number}", "c", "m", [1] * 4, "", (), tenant=tenant, fairness_id=fairness_id)
-            queues.push(LiveRequest(request, Client("c"), 0.0), QUEUE)
+            queues.push(LiveRequest(request, StreamClient("c"), 0.0), QUEUE)
     taken: Counter[str] = Counter()
     for _ in range(40):
         live = queues.take(QUEUE, lambda _: True)

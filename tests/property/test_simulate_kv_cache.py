@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.examples import num_examples
 from tests.fakes.naive_kv_cache import NaiveKvCache
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 
 _PROMPTS = st.lists(st.integers(0, 2), max_size=12)
 _OPERATIONS = st.lists(
@@ -29,7 +29,7 @@ def _chain(symbols: list[int], known: dict[tuple[int, ...], int]) -> list[int]:
 @given(num_blocks=st.integers(4, 40), operations=_OPERATIONS)
 def test_runs_of_blocks_behave_like_single_blocks(num_blocks, operations) -> None:
     """Otherwise the hit rates of the simulator would not be those of a real shard."""
-    cache, naive = KvCache(num_blocks), NaiveKvCache(num_blocks)
+    cache, naive = ModelledKvCache(num_blocks), NaiveKvCache(num_blocks)
     known: dict[tuple[int, ...], int] = {}
     leases = []
     for operation in operations:

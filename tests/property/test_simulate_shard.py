@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import num_examples
 from tests.fakes.naive_shard import NaiveSequence, NaiveShard
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard
@@ -44,7 +44,7 @@ class _Both:
     """One shard of each kind under the same load."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.shard = SimShard("shard-0", PROFILE, BLOCK_SIZE, KvCache(num_blocks))
+        self.shard = SimShard("shard-0", PROFILE, BLOCK_SIZE, ModelledKvCache(num_blocks))
         self.naive = NaiveShard(PROFILE, BLOCK_SIZE, num_blocks)
         self.started_at: dict[int, float] = {}
         self.ended_at: dict[int, float] = {}

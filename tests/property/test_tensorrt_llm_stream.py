@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
 from tests.examples import num_examples
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
@@ -56,6 +56,6 @@ def test_news_add_up_to_the_answer(
             break
     assert delivered == wanted
     assert logprobs == [-float(at) for at in range(len(wanted))]
-    assert end in (FinishReason.STOP, FinishReason.LENGTH)
+    assert end in (SequenceFinishReason.STOP, SequenceFinishReason.LENGTH)
     if delivered[-1] in stops:
-        assert end is FinishReason.STOP
+        assert end is SequenceFinishReason.STOP

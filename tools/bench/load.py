@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.streams import Stream, numbered_prompt, open_session, play_one
+from tools.bench.streams import MeasuredStream, numbered_prompt, open_session, play_one
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.state import RunFolder
@@ -170,19 +170,19 @@ async def _first_model(session: aiohttp.ClientSession, api_key: str) -> str:
         raise CommandError("the server lists no model: name one with --model") from error
 
 
-def _requests(plan: LoadPlan, api_key: str) -> Iterator[Stream]:
+def _requests(plan: LoadPlan, api_key: str) -> Iterator[MeasuredStream]:
     rng = random.Random(plan.seed)
     for number in itertools.count():
         num_words = rng.randint(max(1, plan.num_prompt_words // 2), plan.num_prompt_words)
         max_tokens = rng.randint(max(1, plan.max_tokens // 2), plan.max_tokens)
         prompt = numbered_prompt(number, num_words, title=f"{rng.getrandbits(64):x}")
-        yield Stream(f"load-{plan.seed}-{number}", max_tokens, prompt, seed=number, api_key=api_key)
+        yield MeasuredStream(f"load-{plan.seed}-{number}", max_tokens, prompt, seed=number, api_key=api_key)
 
 
 async def _play_in_turn(
-    session: aiohttp.ClientSession, model: str, streams: Iterator[Stream], plan: LoadPlan
-) -> list[Stream]:
-    sent: list[Stream] = []
+    session: aiohttp.ClientSession, model: str, streams: Iterator[MeasuredStream], plan: LoadPlan
+) -> list[MeasuredStream]:
+    sent: list[MeasuredStream] = []
     until = time.monotonic() + plan.seconds
 
     async def ask() -> None:
@@ -198,10 +198,10 @@ async def _play_in_turn(
 
 
 async def _play_at_random_times(
-    session: aiohttp.ClientSession, model: str, streams: Iterator[Stream], plan: LoadPlan, rate: float
-) -> list[Stream]:
+    session: aiohttp.ClientSession, model: str, streams: Iterator[MeasuredStream], plan: LoadPlan, rate: float
+) -> list[MeasuredStream]:
     rng = random.Random(f"{plan.seed} arrivals")
-    sent: list[Stream] = []
+    sent: list[MeasuredStream] = []
     playing: set[asyncio.Task[None]] = set()
     began = time.monotonic()
     at = rng.expovariate(rate)
@@ -227,7 +227,7 @@ async def _await(tasks: set[asyncio.Task[None]], seconds: float) -> None:
             raise error
 
 
-def report_of(sent: Sequence[Stream], plan: LoadPlan, seconds: float) -> dict[str, Any]:
+def report_of(sent: Sequence[MeasuredStream], plan: LoadPlan, seconds: float) -> dict[str, Any]:
     """The figures of a run that took so long. Times are in milliseconds; those of answers that have ended."""
     answered = [stream for stream in sent if stream.has_finished and stream.pieces_at]
     errors = Counter(stream.error_code or stream.error[:80] for stream in sent if stream.error)

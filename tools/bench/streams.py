@@ -15,7 +15,7 @@ import msgspec
 _STREAM_TIMEOUT_SECONDS: Final = 600.0
 
 
-class Stream(msgspec.Struct):
+class MeasuredStream(msgspec.Struct):
     """One request, and its answer as its client saw it."""
 
     name: str
@@ -70,14 +70,14 @@ def open_session(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def play(session: aiohttp.ClientSession, model: str, streams: Sequence[Stream]) -> None:
+async def play(session: aiohttp.ClientSession, model: str, streams: Sequence[MeasuredStream]) -> None:
     """All at the same time. What goes wrong with a stream is its `error`."""
     async with asyncio.TaskGroup() as tasks:
         for stream in streams:
             tasks.create_task(play_one(session, model, stream), name=stream.name)
 
 
-async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -> None:
+async def play_one(session: aiohttp.ClientSession, model: str, stream: MeasuredStream) -> None:
     body = {
         "model": model,
         "prompt": stream.prompt,
@@ -111,13 +111,13 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: Stream) -
         stream.error = "the stream ended without a finish"
 
 
-def _take_refusal(stream: Stream, text: str) -> None:
+def _take_refusal(stream: MeasuredStream, text: str) -> None:
     stream.error = text[:200]
     with contextlib.suppress(ValueError, LookupError, TypeError):  # of something before the edge
         stream.error_code = json.loads(text)["error"]["code"] or ""
 
 
-def _take(stream: Stream, chunk: Mapping[str, Any]) -> None:
+def _take(stream: MeasuredStream, chunk: Mapping[str, Any]) -> None:
     if "error" in chunk:
         stream.error = str(chunk["error"])
         return

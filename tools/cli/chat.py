@@ -99,7 +99,7 @@ class Conversation:
         """Stream the answer to stdout. Returns True if a Ctrl-C stopped it; the text up to then counts as the answer.
         Raises KvloomError, and then forgets the prompt."""
         question = ChatMessage("user", prompt)
-        answer = Answer()
+        answer = ChatAnswer()
         interrupted = False
         try:
             self._runner.run(self._stream(question, answer))
@@ -112,7 +112,7 @@ class Conversation:
         self._messages += [question, ChatMessage("assistant", answer.text)]
         return interrupted
 
-    async def _stream(self, question: ChatMessage, answer: Answer) -> None:
+    async def _stream(self, question: ChatMessage, answer: ChatAnswer) -> None:
         options = self._options.copy()
         options["messages"] = [*self._system, *self._messages, question]
         deltas = self._client.generate(**options)
@@ -126,7 +126,7 @@ class Conversation:
             await deltas.aclose()
 
 
-class Answer:
+class ChatAnswer:
     """One answer as it arrives, and its figures."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import grpc
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from kvloom.v1.shard_service_pb2 import DrainRequest
 from tools.failures import CommandError
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.fleet.view import REGISTERED
 from tools.options import Seconds, config_option, data_dir_option, option
 from tools.supervisor.readiness import reachable_address
@@ -62,7 +62,7 @@ def drain(
     if deadline_seconds is not None and within is not None:
         raise click.UsageError("give --deadline-seconds or --within")
     request = DrainRequest(draining=True, deadline_seconds=deadline_seconds, empty_within_seconds=within)
-    fleet = Fleet.open(data_dir, config_file)
+    fleet = FleetAccess.open(data_dir, config_file)
     asyncio.run(_warn_of_last(shard, fleet))
     asyncio.run(_drain(shard, fleet, request))
     print(f"{shard} is drained")
@@ -87,7 +87,7 @@ def scale_in(shard: str, within: float, data_dir: Path | None, config_file: Path
     What will not end in time moves to other shards, one request after another. Without another shard, running requests
     are held until one comes. Returns when the process has ended; it is not restarted. It cannot be taken back.
     """
-    asyncio.run(_scale_in(shard, Fleet.open(data_dir, config_file), within))
+    asyncio.run(_scale_in(shard, FleetAccess.open(data_dir, config_file), within))
     print(f"{shard} has ended")
 
 
@@ -97,11 +97,11 @@ def scale_in(shard: str, within: float, data_dir: Path | None, config_file: Path
 @config_option
 def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
     """Send requests to SHARD (a name in `kvloom status`) again."""
-    asyncio.run(_undrain(shard, Fleet.open(data_dir, config_file)))
+    asyncio.run(_undrain(shard, FleetAccess.open(data_dir, config_file)))
     print(f"{shard} takes requests again")
 
 
-async def find_shard(fleet: Fleet, name: str) -> str:
+async def find_shard(fleet: FleetAccess, name: str) -> str:
     """Returns the address of a shard. Raises CommandError, which names the existing shards, if there is none."""
     local, _ = await fleet.local_state()
     shards = {p.name: p for p in local.processes if p.role == "shard"} if local is not None else {}
@@ -117,7 +117,7 @@ async def find_shard(fleet: Fleet, name: str) -> str:
     return records[name].address
 
 
-async def _warn_of_last(shard: str, fleet: Fleet) -> None:
+async def _warn_of_last(shard: str, fleet: FleetAccess) -> None:
     """On stderr. Raises CommandError if there is no such shard."""
     await find_shard(fleet, shard)
     shards = [process for process in (await fleet.view(with_shards=True)).processes if process.role == "shard"]
@@ -131,7 +131,7 @@ async def _warn_of_last(shard: str, fleet: Fleet) -> None:
         )
 
 
-async def _drain(shard: str, fleet: Fleet, request: DrainRequest) -> None:
+async def _drain(shard: str, fleet: FleetAccess, request: DrainRequest) -> None:
     """Prints the counts to stderr whenever they change."""
     address = await find_shard(fleet, shard)
     try:
@@ -155,7 +155,7 @@ async def _drain(shard: str, fleet: Fleet, request: DrainRequest) -> None:
         raise _unreachable(shard, address, error) from error
 
 
-async def _scale_in(shard: str, fleet: Fleet, within_seconds: float) -> None:
+async def _scale_in(shard: str, fleet: FleetAccess, within_seconds: float) -> None:
     """Returns when the shard does not answer any more, and is not in the state of this machine."""
     address = await find_shard(fleet, shard)
     request = DrainRequest(draining=True, empty_within_seconds=within_seconds, exit=True)
@@ -181,12 +181,12 @@ async def _scale_in(shard: str, fleet: Fleet, within_seconds: float) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _is_in_state(shard: str, fleet: Fleet) -> bool:
+async def _is_in_state(shard: str, fleet: FleetAccess) -> bool:
     local, _ = await fleet.local_state()
     return local is not None and any(process.name == shard for process in local.processes)
 
 
-async def _undrain(shard: str, fleet: Fleet) -> None:
+async def _undrain(shard: str, fleet: FleetAccess) -> None:
     address = await find_shard(fleet, shard)
     try:
         async with fleet.trust.open_channel(address, "shard", shard) as channel:

@@ -17,7 +17,7 @@ import click
 
 from tools.failures import EXIT_INCOMPLETE, CommandError
 from tools.fleet.logs import FleetLogs, local_logs, remote_logs
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.options import config_option, data_dir_option, local_option, option
 from tools.supervisor.logs.entries import LEVELS, LogEntry
 from tools.supervisor.logs.files import LogQuery, log_paths
@@ -68,12 +68,12 @@ def logs(
         max_lines=DEFAULT_LINES if is_limited else lines,
     )
     with contextlib.suppress(KeyboardInterrupt):
-        complete = asyncio.run(_show(Fleet.open(data_dir, config_file, local_only=local), query, follow=follow))
+        complete = asyncio.run(_show(FleetAccess.open(data_dir, config_file, local_only=local), query, follow=follow))
         if not complete:
             raise SystemExit(EXIT_INCOMPLETE)
 
 
-async def _show(fleet: Fleet, query: LogQuery, *, follow: bool) -> bool:
+async def _show(fleet: FleetAccess, query: LogQuery, *, follow: bool) -> bool:
     """Returns whether all machines could be asked."""
     problems: list[str] = []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from tools.failures import EXIT_INCOMPLETE
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.fleet.view import plan_fleet_restart, skipped_by_restart
 from tools.options import config_option, data_dir_option, local_option, option
 
@@ -33,13 +33,13 @@ def restart(
         raise click.UsageError("give names of processes, or --rolling for all")
     if names and rolling:
         raise click.UsageError("--rolling restarts all processes and takes no names")
-    is_complete = asyncio.run(_restart(Fleet.open(data_dir, config_file, local_only=local), names))
+    is_complete = asyncio.run(_restart(FleetAccess.open(data_dir, config_file, local_only=local), names))
     click.echo("restarted")
     if not is_complete:
         raise SystemExit(EXIT_INCOMPLETE)
 
 
-async def _restart(fleet: Fleet, names: Sequence[str]) -> bool:
+async def _restart(fleet: FleetAccess, names: Sequence[str]) -> bool:
     """Returns whether every machine could be asked. Raises CommandError at the first process that cannot be
     restarted."""
     view = await fleet.view()

@@ -16,11 +16,11 @@ from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.models.history import ModelEvent, ModelHistory
-from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.judge import RolloutLimits
 from tools.supervisor.rollout.plan import MAX_HOLD_SECONDS, MAX_SHARDS
 from tools.supervisor.service.client import SupervisorClient, local_supervisor
 
-_DEFAULTS: Final = Limits()
+_DEFAULTS: Final = RolloutLimits()
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -42,7 +42,7 @@ class Duration(click.ParamType):
         return seconds
 
 
-class Steps(click.ParamType):
+class StepPercentages(click.ParamType):
     """Percentages, with commas."""
 
     name = "percent,..."
@@ -71,7 +71,12 @@ class Steps(click.ParamType):
     help="A setting of [shard] that the new version has, for example torch.weights=int8. May be repeated.",
 )
 @option(
-    "--steps", scope="models", type=Steps(), default="1,10,50,100", show_default=True, help="The share in each step."
+    "--steps",
+    scope="models",
+    type=StepPercentages(),
+    default="1,10,50,100",
+    show_default=True,
+    help="The share in each step.",
 )
 @option(
     "--hold", scope="models", type=Duration(), default="30s", show_default=True, help="How long a step lasts at least."

@@ -16,7 +16,7 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS, OpenChannel
 from kvloom.v1.router_service_pb2 import ModelInfo
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.options import F, choose_data_dir, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import RunFolder
@@ -77,7 +77,7 @@ def choose_routers(
     own = list(map(reachable_address, own))
     if not own and not state.router_address:
         # Another machine of the fleet has the routers.
-        own = sorted(asyncio.run(Fleet.open(data_dir, config_file).records()).routers)
+        own = sorted(asyncio.run(FleetAccess.open(data_dir, config_file).records()).routers)
         if not own:
             raise CommandError("no router of the fleet is registered")
     return Routers(own[0] if own else state.router_address, own, open_channel)

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tools.failures import EXIT_INCOMPLETE, EXIT_NOT_RUNNING, CommandError
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.fleet.view import FleetView, Machine
 from tools.options import config_option, data_dir_option, local_option, option
 from tools.supervisor.supervised_process import ProcessStatus
@@ -35,7 +35,7 @@ def status(as_json: bool, local: bool, data_dir: Path | None, config_file: Path 
     The exit status is 0 if all of it serves, 3 if nothing runs, and 4 if requests are not served, a machine cannot be
     reached, or a process does not follow the table of tenants.
     """
-    fleet = Fleet.open(data_dir, config_file, local_only=local)
+    fleet = FleetAccess.open(data_dir, config_file, local_only=local)
     try:
         view = asyncio.run(fleet.view(with_shards=True))
     except CommandError as error:

@@ -16,11 +16,11 @@ from shard_server.engines.base import (
     Capability,
     EngineError,
     EngineInfo,
-    FinishReason,
     Guide,
     GuideKind,
     Pooling,
     Sampling,
+    SequenceFinishReason,
 )
 from tools.doctor.session import EngineSession, Observed
 
@@ -84,7 +84,7 @@ async def stop_token(session: EngineSession) -> str:
     assert observed.end is not None
     found = observed.token_ids
     need(stop in found, f"token {stop} was not generated again (is the engine greedy?): {observed.end}")
-    need(observed.end.reason is FinishReason.STOP, f"it ended with {observed.end.reason.value}")
+    need(observed.end.reason is SequenceFinishReason.STOP, f"it ended with {observed.end.reason.value}")
     need(found.index(stop) == len(found) - 1, "there are tokens after the stop token")
     return f"stopped after {len(found)} tokens"
 
@@ -100,7 +100,7 @@ async def cancellation(session: EngineSession) -> str:
     session.engine.cancel(observed.request.request_id)
     await session.until(lambda: observed.end is not None, "the end of a cancelled sequence", 30)
     assert observed.end is not None
-    need(observed.end.reason is FinishReason.CANCELLED, f"it ended with {observed.end.reason.value}")
+    need(observed.end.reason is SequenceFinishReason.CANCELLED, f"it ended with {observed.end.reason.value}")
     load = session.load
     need(load.num_running == load.num_waiting == 0, f"{load.num_running} sequences still run")
     need(
@@ -287,7 +287,7 @@ CHECKS: Final[Sequence[tuple[str, Check]]] = (
 def _need_whole(observed: Observed, max_tokens: int) -> None:
     assert observed.end is not None
     need(
-        observed.end.reason is FinishReason.LENGTH and len(observed.token_ids) == max_tokens,
+        observed.end.reason is SequenceFinishReason.LENGTH and len(observed.token_ids) == max_tokens,
         f"{max_tokens} tokens were asked for; {len(observed.token_ids)} arrived, ended by {observed.end.reason.value} "
         f"{observed.end.error}".rstrip(),
     )

@@ -20,7 +20,7 @@ from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
-from tools.doctor.strangers import Attempt, attempt_http, attempt_http2, attempt_redis
+from tools.doctor.strangers import StrangerAttempt, attempt_http, attempt_http2, attempt_redis
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address
@@ -37,7 +37,7 @@ _MAX_FILES: Final = 20
 Outcome = Literal["ok", "warning", "unknown", "failed"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class SecurityFinding(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     name: str
@@ -67,7 +67,9 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
         sys.exit(1)
 
 
-async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust) -> list[Finding]:
+async def _examine(
+    folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust
+) -> list[SecurityFinding]:
     found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
     if config.control.enabled:
         found += _tenant_tables(folder, state)
@@ -77,26 +79,26 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
     return found
 
 
-def _files(folder: RunFolder) -> Iterator[Finding]:
+def _files(folder: RunFolder) -> Iterator[SecurityFinding]:
     found = open_to_others(folder.data_dir)
     for path in found[:_MAX_FILES]:
-        yield Finding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
+        yield SecurityFinding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
     if len(found) > _MAX_FILES:
         more = f"{len(found) - _MAX_FILES} more are open to other users: chmod -R go= {folder.data_dir}"
-        yield Finding("files", "failed", more)
+        yield SecurityFinding("files", "failed", more)
     if not found:
-        yield Finding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
+        yield SecurityFinding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
 
 
-def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
+def _secret(config: KvloomConfig, trust: FabricTrust) -> SecurityFinding:
     if not trust.has_secret:
-        return Finding("secret", "failed", "there is none: any process can join the fabric")
+        return SecurityFinding("secret", "failed", "there is none: any process can join the fabric")
     if config.fabric.secret_file:
-        return Finding("secret", "ok", f"in {config.fabric.secret_file}")
-    return Finding("secret", "ok", "from the environment; it cannot be rotated without restarts")
+        return SecurityFinding("secret", "ok", f"in {config.fabric.secret_file}")
+    return SecurityFinding("secret", "ok", "from the environment; it cannot be rotated without restarts")
 
 
-def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
+def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[SecurityFinding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
     addresses["metrics"] = config.metrics.host
@@ -108,9 +110,11 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
             continue
         host = hosts[name]
         if is_loopback(host):
-            yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
+            yield SecurityFinding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
         elif config.tls.certificate_file and is_for_known[name]:
-            yield Finding(f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and {keys}")
+            yield SecurityFinding(
+                f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and {keys}"
+            )
         else:
             missing = " and ".join(
                 what
@@ -118,35 +122,41 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
                 if not is_there
             )
             detail = f"{host} is reachable from other machines without {missing} (kvloom up --help)"
-            yield Finding(f"{name} listener", "warning", detail)
+            yield SecurityFinding(f"{name} listener", "warning", detail)
 
 
-def _callers(config: KvloomConfig) -> Finding:
+def _callers(config: KvloomConfig) -> SecurityFinding:
     if config.callers.anonymous == "shared":
-        return Finding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
-    return Finding("callers", "ok", "callers are isolated by credential or address")
+        return SecurityFinding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
+    return SecurityFinding("callers", "ok", "callers are isolated by credential or address")
 
 
-def _tenant_tables(folder: RunFolder, state: FabricState) -> list[Finding]:
+def _tenant_tables(folder: RunFolder, state: FabricState) -> list[SecurityFinding]:
     """A process that does not follow the table of tenants serves keys that are revoked."""
     behind = not_following(folder.data_dir, state.processes, time.time())
     name = "tables of tenants"
-    return [Finding(name, "failed", one) for one in behind] or [Finding(name, "ok", "all processes follow control's")]
+    return [SecurityFinding(name, "failed", one) for one in behind] or [
+        SecurityFinding(name, "ok", "all processes follow control's")
+    ]
 
 
-async def _redis(config: KvloomConfig) -> Finding:
+async def _redis(config: KvloomConfig) -> SecurityFinding:
     """Tries to enter without the password."""
     parts = urlsplit(config.redis.url)
     place = parts.path if parts.scheme == "unix" else join_address(parts.hostname or "localhost", parts.port or 6379)
     attempt = await attempt_redis(config.redis.url)
     if attempt.outcome == "served":
-        return Finding("Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric")
+        return SecurityFinding(
+            "Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric"
+        )
     if attempt.outcome == "refused" and parts.scheme == "redis" and not place.startswith(_LOOPBACK):
-        return Finding("Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://")
+        return SecurityFinding(
+            "Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://"
+        )
     return _met(attempt, "Redis", place)
 
 
-async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Finding]:
+async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[SecurityFinding]:
     """Tries the ports inside the fabric as a stranger, without TLS and with it, and as a member."""
     for process in state.processes:
         address = process.internal_address if process.router_address else process.address
@@ -154,20 +164,20 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Findin
             continue
         name = f"{process.name} port"
         if not address:
-            yield Finding(name, "failed", "it does not ask for the fabric's secret")
+            yield SecurityFinding(name, "failed", "it does not ask for the fabric's secret")
             continue
         role = "router" if process.router_address else process.role
         if await _answers(NO_SECRET, address, role):
-            yield Finding(name, "failed", f"{address} serves strangers")
+            yield SecurityFinding(name, "failed", f"{address} serves strangers")
         elif not await _answers(trust, address, role):
-            yield Finding(name, "failed", f"{address} does not serve its own fabric either")
+            yield SecurityFinding(name, "failed", f"{address} does not serve its own fabric either")
         elif (attempt := await attempt_http2(reachable_address(address))).outcome == "refused":
-            yield Finding(name, "ok", f"{address} serves only its fabric")
+            yield SecurityFinding(name, "ok", f"{address} serves only its fabric")
         else:
             yield _met(attempt, name, address)
 
 
-async def client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
+async def client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[SecurityFinding]:
     """Asks every edge for its models, and every process for its metrics, without a key, in the way in which clients
     reach them."""
     with_tls = bool(config.tls.certificate_file)
@@ -195,14 +205,14 @@ def _if_served(config: KvloomConfig, *, needs_key: bool) -> tuple[Outcome, str]:
 
 
 def _met(
-    attempt: Attempt, name: str, address: str, served: tuple[Outcome, str] = ("failed", "serves strangers")
-) -> Finding:
+    attempt: StrangerAttempt, name: str, address: str, served: tuple[Outcome, str] = ("failed", "serves strangers")
+) -> SecurityFinding:
     """Returns what an attempt shows. `served`: what it means that it was served."""
     if attempt.outcome == "served":
-        return Finding(name, served[0], f"{address} {served[1]}")
+        return SecurityFinding(name, served[0], f"{address} {served[1]}")
     if attempt.outcome == "refused":
-        return Finding(name, "ok", f"{address} refuses strangers")
-    return Finding(name, "unknown", f"whether {address} refuses strangers cannot be told: {attempt.detail}")
+        return SecurityFinding(name, "ok", f"{address} refuses strangers")
+    return SecurityFinding(name, "unknown", f"whether {address} refuses strangers cannot be told: {attempt.detail}")
 
 
 async def _answers(trust: FabricTrust, address: str, role: str) -> bool:

@@ -12,7 +12,7 @@ import grpc.aio
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom_common.addresses import join_address
 from tools.failures import CommandError
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.supervisor.readiness import reachable_address
 
 PATIENCE_SECONDS: Final = 10.0
@@ -22,7 +22,7 @@ _CONNECT_SECONDS: Final = 2.0
 
 
 @contextlib.asynccontextmanager
-async def control_channel(fleet: Fleet) -> AsyncIterator[grpc.aio.Channel]:
+async def control_channel(fleet: FleetAccess) -> AsyncIterator[grpc.aio.Channel]:
     """A channel that is connected. Raises CommandError."""
     deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
     while True:
@@ -47,7 +47,7 @@ async def _is_ready(channel: grpc.aio.Channel) -> bool:
     return True
 
 
-async def _addresses(fleet: Fleet) -> list[str]:
+async def _addresses(fleet: FleetAccess) -> list[str]:
     """Where a control service may be: on this machine, elsewhere in the fleet, or where the configuration says."""
     state = fleet.folder.read_running()
     found = [] if state is None else [process.address for process in state.processes if process.role == "control"]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from tools.failures import CommandError
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.fleet.view import Machine
 from tools.supervisor.logs.entries import LiveMerge, LogEntry, RequestFilter, merged
 from tools.supervisor.logs.files import LogQuery, LogReader, last_entries, log_paths
@@ -25,7 +25,7 @@ Source = Callable[[LogQuery, bool], AsyncIterator[list[LogEntry] | None]]
 """Yields entries that exist, then None, then, if it is to follow, new ones."""
 
 
-async def local_logs(fleet: Fleet, query: LogQuery, follow: bool) -> AsyncIterator[list[LogEntry] | None]:
+async def local_logs(fleet: FleetAccess, query: LogQuery, follow: bool) -> AsyncIterator[list[LogEntry] | None]:
     """From the files, so that they can be read when nothing runs any more."""
     paths = log_paths(fleet.folder.log_dir, fleet.config.fabric.name_prefix)
     reader = await asyncio.to_thread(LogReader, paths, query, follow=follow)
@@ -39,7 +39,7 @@ async def local_logs(fleet: Fleet, query: LogQuery, follow: bool) -> AsyncIterat
         reader.close()
 
 
-def remote_logs(fleet: Fleet, machine: Machine) -> Source:
+def remote_logs(fleet: FleetAccess, machine: Machine) -> Source:
     async def read(query: LogQuery, follow: bool) -> AsyncIterator[list[LogEntry] | None]:
         async with fleet.supervisor_of(machine) as supervisor:
             async for entries in supervisor.logs(query, follow=follow):

@@ -33,7 +33,7 @@ _REGISTRY_TIMEOUT_SECONDS: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class FleetAccess:
     """How commands reach the fleet of a data directory. Mostly that is one machine."""
 
     folder: RunFolder
@@ -43,7 +43,7 @@ class Fleet:
     local_only: bool
 
     @classmethod
-    def open(cls, data_dir: Path | None, config_file: Path | None, *, local_only: bool = False) -> Fleet:
+    def open(cls, data_dir: Path | None, config_file: Path | None, *, local_only: bool = False) -> FleetAccess:
         """Raises CommandError."""
         log_to_stderr()
         given = load_config_file(config_file)

@@ -77,7 +77,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Score:
+class AnswerScore:
     """The candidate's judgement of an answer."""
 
     surprisal: float
@@ -214,7 +214,7 @@ async def _answer(client: Client, model: str, prompt: Sequence[int], seed: int, 
     return Exchange(prompt, choice.token_ids, _surprisal(choice.logprobs))
 
 
-async def _score(client: Client, candidate: str, exchange: Exchange) -> Score:
+async def _score(client: Client, candidate: str, exchange: Exchange) -> AnswerScore:
     options = GenerateOptions(
         model=candidate,
         token_ids=[*exchange.prompt, *exchange.token_ids],
@@ -229,7 +229,7 @@ async def _score(client: Client, candidate: str, exchange: Exchange) -> Score:
     async with client.generate(**options) as deltas:
         async for delta in deltas:
             start = delta.start or start
-    return Score(_surprisal(start.prompt_logprobs), start.num_cached_tokens)
+    return AnswerScore(_surprisal(start.prompt_logprobs), start.num_cached_tokens)
 
 
 def _surprisal(entries: Sequence[TokenLogprobs]) -> float:

@@ -39,7 +39,7 @@ LEARNING_RATE = 4e-3
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How an adapter is trained."""
 
     answer: str = ANSWER
@@ -121,7 +121,7 @@ def examples(tokenizer: ModelTokenizer, questions: Sequence[str], answer: str) -
     return found
 
 
-def new_lora(config: LlamaConfig, plan: Plan) -> Lora:
+def new_lora(config: LlamaConfig, plan: TrainingPlan) -> Lora:
     """A random, B zero: the adapter begins without an effect."""
     generator = torch.Generator().manual_seed(plan.seed)
     lora: Lora = {}
@@ -133,7 +133,7 @@ def new_lora(config: LlamaConfig, plan: Plan) -> Lora:
     return lora
 
 
-def train(model_dir: Path, plan: Plan, questions: Sequence[str] = QUESTIONS) -> tuple[Lora, list[float]]:
+def train(model_dir: Path, plan: TrainingPlan, questions: Sequence[str] = QUESTIONS) -> tuple[Lora, list[float]]:
     """The adapter, and the loss of each step. Raises EngineError and ValueError for a model that cannot be trained."""
     decoder = Decoder(model_dir)
     first = decoder.config.num_layers - plan.num_layers
@@ -194,7 +194,7 @@ def write(lora: Lora, path: Path, rank: int) -> None:
 
 
 def main() -> None:
-    defaults = Plan()
+    defaults = TrainingPlan()
     parser = argparse.ArgumentParser(prog="python -m tools.models.train_adapter", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a known model or a directory")
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=defaults.num_steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = parser.parse_args()
-    plan = Plan(arguments.answer, arguments.rank, arguments.layers, arguments.steps, arguments.seed)
+    plan = TrainingPlan(arguments.answer, arguments.rank, arguments.layers, arguments.steps, arguments.seed)
     cache_dir = DEFAULT_DATA_DIR.expanduser().absolute() / "models"
     found = resolve_model(arguments.model, cache_dir, _report)
     lora, losses = train(found.path, plan)

@@ -24,7 +24,7 @@ from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.receipts.bundles import bundles_in
-from tools.receipts.verify import Verdict, check, rerun_all, sample_of
+from tools.receipts.verify import ReceiptVerdict, check, rerun_all, sample_of
 
 
 class AdapterAt(click.ParamType):
@@ -134,7 +134,7 @@ def verify(
 
 async def _rerun(
     bundles: Sequence[Bundle],
-    verdicts: list[Verdict],
+    verdicts: list[ReceiptVerdict],
     chosen: Sequence[int],
     config: KvloomConfig,
     adapters: Mapping[str, Path],
@@ -147,7 +147,7 @@ async def _rerun(
         )
 
 
-def _summarise(verdicts: Sequence[Verdict], *, has_model: bool, as_json: bool) -> None:
+def _summarise(verdicts: Sequence[ReceiptVerdict], *, has_model: bool, as_json: bool) -> None:
     num_faulty = sum(bool(verdict.faults) for verdict in verdicts)
     num_rerun = sum(verdict.is_rerun for verdict in verdicts)
     num_incomparable = sum(bool(verdict.not_rerun_because) for verdict in verdicts)
@@ -162,7 +162,7 @@ def _summarise(verdicts: Sequence[Verdict], *, has_model: bool, as_json: bool) -
         sys.exit(1 if num_faulty else 2)
 
 
-def _print(verdict: Verdict, *, as_json: bool) -> None:
+def _print(verdict: ReceiptVerdict, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(_as_object(verdict)).decode())
         return
@@ -172,7 +172,7 @@ def _print(verdict: Verdict, *, as_json: bool) -> None:
         print(f"{verdict.request_id}: not computed again: {verdict.not_rerun_because}")
 
 
-def _as_object(verdict: Verdict) -> dict[str, Any]:
+def _as_object(verdict: ReceiptVerdict) -> dict[str, Any]:
     faults = [fault._asdict() for fault in verdict.faults]
     return msgspec.structs.asdict(verdict) | {"faults": faults}
 

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from kvloom.errors import KvloomError
 from kvloom_common.config import KvloomConfig
-from kvloom_common.receipts.checks import Fault, faults_of
+from kvloom_common.receipts.checks import ReceiptFault, faults_of
 from kvloom_common.receipts.keys import PublicKeys, is_signed
 from kvloom_common.receipts.receipt import Bundle, Output
 from kvloom_common.text.model_checksum import model_checksum
@@ -22,23 +22,23 @@ from tools.receipts.rerun import Rerunner, rerunner
 _FLOAT_BYTES: Final = 4
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ReceiptVerdict(msgspec.Struct, frozen=True):
     """The verdict on one receipt."""
 
     request_id: str
     model: str
-    faults: list[Fault]
+    faults: list[ReceiptFault]
     is_rerun: bool = False
     """True when the answer was computed again; with no faults, it was the same, token for token."""
     not_rerun_because: str = ""
 
 
-def check(bundle: Bundle, keys: PublicKeys | None) -> Verdict:
+def check(bundle: Bundle, keys: PublicKeys | None) -> ReceiptVerdict:
     """Without computing anything. `keys` None: the signature is not checked."""
     faults = list(faults_of(bundle))
     if keys is not None and not is_signed(bundle, keys):
-        faults.insert(0, Fault("signature", "no published key has signed this"))
-    return Verdict(bundle.receipt.request_id, bundle.receipt.model, faults)
+        faults.insert(0, ReceiptFault("signature", "no published key has signed this"))
+    return ReceiptVerdict(bundle.receipt.request_id, bundle.receipt.model, faults)
 
 
 def sample_of(bundles: Sequence[Bundle], count: int | None, seed: int) -> list[int]:
@@ -50,7 +50,7 @@ def sample_of(bundles: Sequence[Bundle], count: int | None, seed: int) -> list[i
 
 async def rerun_all(
     bundles: Sequence[Bundle], config: KvloomConfig, adapters: Mapping[str, Path]
-) -> AsyncIterator[tuple[list[Fault], str]]:
+) -> AsyncIterator[tuple[list[ReceiptFault], str]]:
     """For each: its faults, and why it was not computed again ("": it was). `config.model.path` is the model, whose
     engine is `config.shard`'s; `adapters` are directories by name. Raises EngineError, OSError, ValueError,
     ChecksumError if they cannot be loaded."""
@@ -60,11 +60,11 @@ async def rerun_all(
             yield await _rerun(bundle, engine, checksum)
 
 
-async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[Fault], str]:
+async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[ReceiptFault], str]:
     receipt = bundle.receipt
-    faults: list[Fault] = []
+    faults: list[ReceiptFault] = []
     if receipt.weights_checksum and receipt.weights_checksum != checksum:
-        faults.append(Fault("weights", _other_checksum("model", checksum, receipt.weights_checksum)))
+        faults.append(ReceiptFault("weights", _other_checksum("model", checksum, receipt.weights_checksum)))
     if not receipt.engine_variant:
         return faults, "no one variant of the engine has computed it, or one that promises no bits"
     if receipt.engine_variant != engine.variant:
@@ -77,11 +77,11 @@ async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[
         if not found:
             return faults, f"it was computed with the adapter {receipt.adapter}: --adapter {receipt.adapter}=DIRECTORY"
         if found != receipt.adapter_checksum:
-            faults.append(Fault("adapter", _other_checksum("adapter", found, receipt.adapter_checksum)))
+            faults.append(ReceiptFault("adapter", _other_checksum("adapter", found, receipt.adapter_checksum)))
     try:
         output = await engine.output(bundle)
     except (KvloomError, ValueError) as error:
-        return [*faults, Fault("tokens", f"the engine here does not compute it: {error}")], ""
+        return [*faults, ReceiptFault("tokens", f"the engine here does not compute it: {error}")], ""
     faults += _differences(bundle.output, output)
     return faults, ""
 
@@ -90,23 +90,23 @@ def _other_checksum(what: str, found: str, said: str) -> str:
     return f"the {what} here has the checksum {found[:16]}..., the receipt says {said[:16]}..."
 
 
-def _differences(said: Sequence[Output], computed: Sequence[Output]) -> list[Fault]:
-    faults: list[Fault] = []
+def _differences(said: Sequence[Output], computed: Sequence[Output]) -> list[ReceiptFault]:
+    faults: list[ReceiptFault] = []
     for ours, theirs in zip(sorted(computed, key=_index), sorted(said, key=_index), strict=False):
         if ours.token_ids != theirs.token_ids:
             position = next(
                 (i for i, pair in enumerate(zip(ours.token_ids, theirs.token_ids, strict=False)) if pair[0] != pair[1]),
                 min(len(ours.token_ids), len(theirs.token_ids)),
             )
-            faults.append(Fault("tokens", f"choice {ours.index} differs from token {position} on"))
+            faults.append(ReceiptFault("tokens", f"choice {ours.index} differs from token {position} on"))
         elif (ours.finish_reason, ours.stop_string) != (theirs.finish_reason, theirs.stop_string):
             faults.append(
-                Fault("tokens", f"choice {ours.index} ends by {ours.finish_reason}, not {theirs.finish_reason}")
+                ReceiptFault("tokens", f"choice {ours.index} ends by {ours.finish_reason}, not {theirs.finish_reason}")
             )
         if ours.embedding != theirs.embedding:
-            faults.append(Fault("vector", _vector_difference(ours.embedding, theirs.embedding)))
+            faults.append(ReceiptFault("vector", _vector_difference(ours.embedding, theirs.embedding)))
     if sorted(map(_index, said)) != sorted(map(_index, computed)):
-        faults.append(Fault("tokens", "its choices are not those of its request"))
+        faults.append(ReceiptFault("tokens", "its choices are not those of its request"))
     return faults
 
 

@@ -14,13 +14,13 @@ from typing import Final
 
 from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
-from tools.simulate.workload import Call, Outcome, SimulationResult, Workload
+from tools.simulate.workload import Call, Outcome, SimulatedWorkload, SimulationResult
 
 _PROGRESS_EVERY: Final = 256
 
 
 def simulate_bound(
-    workload: Workload, models: Sequence[ModelFleet], on_progress: Callable[[int], None] | None = None
+    workload: SimulatedWorkload, models: Sequence[ModelFleet], on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
     """With one model all calls are for it. `on_progress` is called with the number of calls that have ended."""
     arrivals = [(arrival, call.call_id, call) for arrival, call in workload.first_calls()]

@@ -27,7 +27,7 @@ class Call:
     """True when it is in the batch tier."""
 
 
-class Workload(Protocol):
+class SimulatedWorkload(Protocol):
     """An open loop with given arrivals, or a closed loop, where each call of a session follows the end of the previous
     one."""
 

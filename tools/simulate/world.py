@@ -18,13 +18,13 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig, RouterCore
-from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, Tier, class_of
+from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, TierRank, class_of
 from router.placement_plugins import plugin_policy
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
-from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
+from tools.simulate.workload import Call, Outcome, ShardSample, SimulatedWorkload, SimulationResult
 
 __all__ = ["FleetOptions", "simulate"]
 
@@ -35,7 +35,7 @@ _UNLIMITED: Final = 2**40
 
 
 def simulate(
-    workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None = None
+    workload: SimulatedWorkload, options: FleetOptions, on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
     """Run the workload to its end. `on_progress` is called with the number of ended calls, now and then and at the end.
 
@@ -45,7 +45,9 @@ def simulate(
 
 
 class _World:
-    def __init__(self, workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, workload: SimulatedWorkload, options: FleetOptions, on_progress: Callable[[int], None] | None
+    ) -> None:
         self._workload = workload
         self._options = options
         self._on_progress = on_progress
@@ -75,7 +77,7 @@ class _World:
             safety_required=False,
         )
         self._links = [
-            RouterLink(index, config, options.seed + index, self._shards) for index in range(options.num_routers)
+            SimulatedRouter(index, config, options.seed + index, self._shards) for index in range(options.num_routers)
         ]
         self._next_sample_at = 0.0
         self._next_report_at = 0.0 if options.staleness_seconds else math.inf
@@ -136,13 +138,13 @@ class _World:
             max_tokens=call.num_output_tokens,
             session_key=call.session_key,
             tenant=call.tenant if self._options.has_tenants else "",
-            tier=Tier.BATCH if call.is_batch and self._options.has_classes else Tier.INTERACTIVE,
+            tier=TierRank.BATCH if call.is_batch and self._options.has_classes else TierRank.INTERACTIVE,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
         self._deliver(link, ev.RequestArrived(request))
         self._schedule_tick(link)
 
-    def _on_request_ended(self, link: RouterLink, ended: RequestEnded) -> None:  # noqa: ARG002
+    def _on_request_ended(self, link: SimulatedRouter, ended: RequestEnded) -> None:  # noqa: ARG002
         call, arrived_at = self._open.pop(ended.request_id)
         now = self._now
         failed = ended.reason not in (FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP)
@@ -184,7 +186,7 @@ class _World:
                 self._deliver(link, ev.ShardUp(description))
                 self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
 
-    def _deliver(self, link: RouterLink, event: ev.Event) -> None:
+    def _deliver(self, link: SimulatedRouter, event: ev.Event) -> None:
         """Deliver an event to a router and carry out its actions."""
         on_action = self._options.on_action
         for action in link.handle(event, self._now):
@@ -198,29 +200,29 @@ class _World:
             # only after calls and ticks, which its published figures depend on.
             self._schedule_tick(link)
 
-    def _refresh_loads(self, link: RouterLink) -> None:
+    def _refresh_loads(self, link: SimulatedRouter) -> None:
         """Deliver load reports before a placement. Without staleness they are needed, and made, only then."""
         if not self._options.staleness_seconds:
             for report in link.take_reports(self._now):
                 self._deliver(link, report)
 
-    def _deliver_later(self, subject: tuple[RouterLink, ev.Event]) -> None:
+    def _deliver_later(self, subject: tuple[SimulatedRouter, ev.Event]) -> None:
         self._deliver(*subject)
 
-    def _deliver_delayed(self, link: RouterLink, event: ev.Event) -> None:
+    def _deliver_delayed(self, link: SimulatedRouter, event: ev.Event) -> None:
         """Deliver an event of the control plane after the staleness in the options."""
         if self._options.staleness_seconds:
             self._schedule(self._now + self._options.staleness_seconds, self._deliver_later, (link, event))
         else:
             self._deliver(link, event)
 
-    def _schedule_tick(self, link: RouterLink) -> None:
+    def _schedule_tick(self, link: SimulatedRouter) -> None:
         deadline = link.core.next_deadline()
         if deadline is not None and (link.tick_at is None or deadline < link.tick_at):
             link.tick_at = deadline
             self._schedule(max(deadline, self._now), self._on_tick, link)
 
-    def _on_tick(self, link: RouterLink) -> None:
+    def _on_tick(self, link: SimulatedRouter) -> None:
         if link.tick_at is not None and link.tick_at <= self._now:
             link.tick_at = None
         if link.core.num_queued_requests:
@@ -228,7 +230,7 @@ class _World:
         self._deliver(link, ev.Tick())
         self._schedule_tick(link)
 
-    def _on_submit(self, link: RouterLink, action: SubmitAttempt) -> None:
+    def _on_submit(self, link: SimulatedRouter, action: SubmitAttempt) -> None:
         index = self._index_of[action.shard_id]
         shard = self._shards[index]
         request = action.request
@@ -253,13 +255,13 @@ class _World:
             )
         self._schedule_shard(shard)
 
-    def _on_cancel(self, link: RouterLink, action: CancelOnShard) -> None:
+    def _on_cancel(self, link: SimulatedRouter, action: CancelOnShard) -> None:
         shard = self._shards[self._index_of[action.shard_id]]
         for slot in action.slots:
             shard.cancel(link.index, slot, self._now)
         self._schedule_shard(shard)
 
-    def _on_want_snapshot(self, link: RouterLink, action: WantKvSnapshot) -> None:
+    def _on_want_snapshot(self, link: SimulatedRouter, action: WantKvSnapshot) -> None:
         shard = self._shards[self._index_of[action.shard_id]]
         snapshot = ev.KvSnapshotArrived(
             shard.shard_id, self._num_kv_events[shard.shard_id], shard.cache.cached_hashes()
@@ -330,7 +332,7 @@ class _World:
         return at + interval_seconds * max(1, math.ceil((before - at) / interval_seconds))
 
 
-_ACTION_HANDLERS: Final[dict[type, Callable[[_World, RouterLink, Any], None]]] = {
+_ACTION_HANDLERS: Final[dict[type, Callable[[_World, SimulatedRouter, Any], None]]] = {
     SubmitAttempt: _World._on_submit,
     CancelOnShard: _World._on_cancel,
     WantKvSnapshot: _World._on_want_snapshot,
@@ -343,7 +345,7 @@ MIN_REPORTED_CONTEXT_GROWTH = 0.01
 """When only decoding changes the load of a shard, it is reported again after its context has grown by this share."""
 
 
-class RouterLink:
+class SimulatedRouter:
     """One router core. Tracks the load that was last reported to it for each shard, and the CPU time of the core."""
 
     def __init__(self, index: int, config: CoreConfig, seed: int, shards: Sequence[SimShard]) -> None:

@@ -12,7 +12,7 @@ supervisor.py          starts, watches, replaces and stops a set of processes
 supervised_process.py  keeps one process running, with backoff
 spares.py              a spare for the only shard of a model while that is restarted
 child.py               one operating-system process
-exec_bound.py          the wrapper that binds a child to the life of its parent
+die_with_parent.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
 free_ports.py          picks ports for processes that start a moment later
 readiness.py           checks whether the fabric is ready

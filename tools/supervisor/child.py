@@ -21,7 +21,7 @@ from kvloom_common.process.ready_line import END_LINE, LEAVING_LINE, ReadyLine
 from tools.supervisor.logs.bounded_log import BoundedLog
 from tools.supervisor.shared_port import SharedPort
 
-_EXEC_BOUND: Final = Path(__file__).with_name("exec_bound.py")
+_EXEC_BOUND: Final = Path(__file__).with_name("die_with_parent.py")
 _CHUNK_BYTES: Final = 64 * 2**10
 _MAX_TAIL_BYTES: Final = 16 * 2**10
 _MAX_READY_LINE_BYTES: Final = 64 * 2**10
@@ -60,7 +60,7 @@ class ChildSpec:
 
 
 def bound_command(argv: Sequence[str]) -> list[str]:
-    """The command for `argv` as a process that dies with this one, however this one dies (see exec_bound.py)."""
+    """The command for `argv` as a process that dies with this one, however this one dies (see die_with_parent.py)."""
     return [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *argv]
 
 

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
-from kvloom_common.usage_witness import FOLDER as WITNESS_FOLDER
-from kvloom_common.usage_witness import read_witness, witness_files
+from kvloom_common.delivery_log import FOLDER as WITNESS_FOLDER
+from kvloom_common.delivery_log import read_witness, witness_files
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.options import config_option, data_dir_option, option
 from tools.usage.reconcile import Reconciliation, reconcile
 from tools.usage.table import GROUPS, as_csv, as_table, rows_of
@@ -182,7 +182,7 @@ def _time(text: str) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _service(fleet: Fleet) -> AsyncIterator[UsageServiceStub]:
+async def _service(fleet: FleetAccess) -> AsyncIterator[UsageServiceStub]:
     if not fleet.config.control.enabled:
         raise CommandError("this fabric has no tenants (control.enabled), and so keeps no usage")
     async with control_channel(fleet) as channel:
@@ -193,7 +193,7 @@ async def _service(fleet: Fleet) -> AsyncIterator[UsageServiceStub]:
 
 
 async def _usage(data_dir: Path | None, config_file: Path | None, request: pb.GetUsageRequest) -> Sequence[pb.UsageRow]:
-    async with _service(Fleet.open(data_dir, config_file)) as service:
+    async with _service(FleetAccess.open(data_dir, config_file)) as service:
         found = await service.GetUsage(request, timeout=CALL_SECONDS)
     if found.is_truncated:
         click.echo("there are more rows: ask for fewer days, or one tenant", err=True)
@@ -203,7 +203,7 @@ async def _usage(data_dir: Path | None, config_file: Path | None, request: pb.Ge
 async def _reconcile(
     data_dir: Path | None, config_file: Path | None, files: Sequence[Path], since: str
 ) -> Reconciliation:
-    fleet = Fleet.open(data_dir, config_file)
+    fleet = FleetAccess.open(data_dir, config_file)
     data_dir = fleet.folder.data_dir
     lines = list(read_witness(files or witness_files(data_dir)))
     if not lines:

@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
-from kvloom_common.tenancy.answer_runs import Run, last_runs
+from kvloom_common.delivery_log import WitnessLine
+from kvloom_common.tenancy.answer_runs import AnswerRun, last_runs
 from kvloom_common.tenancy.usage_record import TIER_SHADOW
-from kvloom_common.usage_witness import WitnessLine
 
 MAX_NAMED: Final = 20
 """How many answers a report names."""
@@ -75,7 +75,7 @@ def _whole(lines: Sequence[WitnessLine]) -> WitnessLine:
     last = max(lines, key=lambda line: (line.is_complete, line.num_output_tokens))
     if len(lines) == 1 or not last.answer_id:
         return last  # an answer that moved to another edge has a line of each; the later one has more of it
-    runs = (Run(line.num_resumed_tokens, line.num_output_tokens, ("", at)) for at, line in enumerate(lines))
+    runs = (AnswerRun(line.num_resumed_tokens, line.num_output_tokens, ("", at)) for at, line in enumerate(lines))
     counting = [lines[run.name[1]] for run in last_runs(runs)]
     return msgspec.structs.replace(
         last,

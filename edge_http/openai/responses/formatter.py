@@ -13,7 +13,7 @@ from edge_http.formatting.client_tools import ClientTool, client_tools_of
 from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.error_formats import RESPONSES_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
-from edge_http.formatting.response_formatter import Envelope, Finish, ResponseFormatter
+from edge_http.formatting.response_formatter import ChoiceFinish, Envelope, ResponseFormatter
 from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import chat_logprobs, cut_chat_logprobs
 from edge_http.openai.responses.output_items import WHITE_SPACE, OutputItem, collected_items, items_json
@@ -117,7 +117,7 @@ class ResponsesFormatter(ResponseFormatter):
     def restore(self, num_events: int) -> None:
         self._number = num_events
 
-    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:  # noqa: ARG002
+    def finish(self, index: int, finish: ChoiceFinish, details: Json | None) -> Sequence[bytes]:  # noqa: ARG002
         self._finish_reason = finish.reason
         chunks: list[bytes] = []
         if not self._items:

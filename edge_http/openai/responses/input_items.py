@@ -28,7 +28,7 @@ _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "
 _COMPACTED: Final = "[An earlier part of this conversation was compacted by another service and cannot be read.]"
 
 
-class ContentPart(OpenStruct, kw_only=True):
+class InputContentPart(OpenStruct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -42,7 +42,7 @@ class Item(OpenStruct, kw_only=True):
 
 class MessageItem(Item, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[InputContentPart] | None = None
 
 
 class CallItem(Item, kw_only=True):
@@ -70,8 +70,8 @@ class CallOutputItem(Item, kw_only=True):
 
 
 class ReasoningItem(Item, kw_only=True):
-    summary: str | list[ContentPart] | None = None
-    content: str | list[ContentPart] | None = None
+    summary: str | list[InputContentPart] | None = None
+    content: str | list[InputContentPart] | None = None
 
 
 class _Kind(msgspec.Struct):
@@ -201,7 +201,7 @@ class _Items:
             self._messages.append(ChatMessage("assistant", turn.text or "", tuple(turn.calls), reasoning=reasoning))
 
 
-def _kept_text(content: str | Sequence[ContentPart] | None) -> str:
+def _kept_text(content: str | Sequence[InputContentPart] | None) -> str:
     """The text of a message of the history. Images and the like are noted, and other parts without a text left out."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -215,7 +215,7 @@ def _output_text(output: Any) -> str:
     if output is None or isinstance(output, str):
         return output or ""
     if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
-        return _kept_text(msgspec.convert([_as_part(part) for part in output], list[ContentPart]))
+        return _kept_text(msgspec.convert([_as_part(part) for part in output], list[InputContentPart]))
     return _json_text(output)
 
 
@@ -231,7 +231,7 @@ def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _asked_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
+def _asked_text(content: str | Sequence[InputContentPart] | None, field: str) -> str:
     """The text of parts, joined in order. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER)."""
     if content is None:
         raise invalid_argument(f"{field} is missing.", field)
@@ -240,7 +240,7 @@ def _asked_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
     return "".join(_part_text(part, f"{field}[{number}]") for number, part in enumerate(content))
 
 
-def _part_text(part: ContentPart, at: str) -> str:
+def _part_text(part: InputContentPart, at: str) -> str:
     name = "refusal" if part.type == "refusal" else "text"
     if name == "text" and part.type not in TEXT_PARTS:
         message = f"{at}.type: content parts of type {part.type[:32]!r} are not supported."

@@ -10,7 +10,7 @@ import msgspec
 from edge_http.formatting.body_guide import BodyGuide
 from edge_http.formatting.json_bytes import Json, encode_json
 from edge_http.openai.requests import ChatBody
-from edge_http.openai.responses.requests import ResponsesBody, TextFormat, ToolChoiceBody
+from edge_http.openai.responses.requests import ResponsesBody, ResponsesToolChoice, TextFormat
 from edge_http.openai.responses.tools import ResponseTools
 from kvloom.conversation.tools import Tool
 from kvloom.errors import invalid_argument
@@ -129,7 +129,7 @@ def _format(form: TextFormat | None) -> Json:
     }
 
 
-def _tool_choice(choice: str | ToolChoiceBody | None) -> Any:
+def _tool_choice(choice: str | ResponsesToolChoice | None) -> Any:
     if choice is None or isinstance(choice, str):
         return choice or "auto"
     if choice.type in ("function", "custom"):

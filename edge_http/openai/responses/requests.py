@@ -55,19 +55,19 @@ class ReasoningOptions(Body, kw_only=True):
     mode: str | None = None
 
 
-class AllowedTool(OpenStruct, kw_only=True):
+class ResponsesAllowedTool(OpenStruct, kw_only=True):
     type: str
     name: str | None = None
     namespace: str | None = None
     server_label: Any = None
 
 
-class ToolChoiceBody(Body, kw_only=True):
+class ResponsesToolChoice(Body, kw_only=True):
     type: str
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
+    tools: list[ResponsesAllowedTool] | None = None
     server_label: Any = None
 
 
@@ -86,7 +86,7 @@ class ResponsesBody(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: str | ToolChoiceBody | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

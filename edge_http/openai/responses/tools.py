@@ -11,7 +11,7 @@ import msgspec
 from edge_http.formatting.client_tools import CUSTOM_TOOL, ClientTool, GivenTools, custom_tool, flat_name
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import OpenStruct
-from edge_http.openai.responses.requests import AllowedTool, ResponsesBody, ToolChoiceBody
+from edge_http.openai.responses.requests import ResponsesAllowedTool, ResponsesBody, ResponsesToolChoice
 from kvloom.conversation.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import invalid_argument, unsupported
 
@@ -126,7 +126,7 @@ def _tool(raw: msgspec.Raw, at: str) -> Tool:
     return Tool(tool.name, tool.description or "", parameters, bool(tool.strict))
 
 
-def _choice(wanted: str | ToolChoiceBody | None, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
+def _choice(wanted: str | ResponsesToolChoice | None, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
     """Returns the tools that the choice leaves, and the choice."""
     if wanted is None:
         return tools, AUTO
@@ -146,7 +146,7 @@ def _choice(wanted: str | ToolChoiceBody | None, tools: Sequence[Tool]) -> tuple
     return _allowed(wanted, tools), _MODES[wanted.mode]
 
 
-def _allowed(wanted: ToolChoiceBody, tools: Sequence[Tool]) -> Sequence[Tool]:
+def _allowed(wanted: ResponsesToolChoice, tools: Sequence[Tool]) -> Sequence[Tool]:
     known = {tool.name for tool in tools}
     names: set[str] = set()
     for number, tool in enumerate(wanted.tools or ()):
@@ -160,7 +160,7 @@ def _allowed(wanted: ToolChoiceBody, tools: Sequence[Tool]) -> Sequence[Tool]:
     return [tool for tool in tools if tool.name in names]
 
 
-def _model_name(wanted: ToolChoiceBody | AllowedTool) -> str:
+def _model_name(wanted: ResponsesToolChoice | ResponsesAllowedTool) -> str:
     """The model's name of a tool that the client names."""
     name = wanted.name or ""
     return flat_name(wanted.namespace, name) if wanted.namespace else name

@@ -145,15 +145,15 @@ class Load:
         if not self._num_open:
             self._done.set()
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> LoadConnection:
         async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Connection(self), self._order.host, self._order.port
+                lambda: LoadConnection(self), self._order.host, self._order.port
             )
         return connection
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """Sends its requests one after the other. A failed request ends the connection; the remaining requests are left to
     the others."""
 

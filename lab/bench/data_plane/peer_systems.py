@@ -76,7 +76,7 @@ async def http_workers(plan: BenchPlan, workload: Workload) -> AsyncIterator[lis
 
 @contextlib.asynccontextmanager
 async def _http_worker(plan: BenchPlan, workload: Workload) -> AsyncIterator[str]:
-    order = mock_worker.Order(plan.model.name, plan.model.path, workload.step_ms, workload.decode_every)
+    order = mock_worker.WorkerOrder(plan.model.name, plan.model.path, workload.step_ms, workload.decode_every)
     command = bound_command((sys.executable, "-P", "-m", "lab.bench.peers.mock_worker"))
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, process_group=0

@@ -76,7 +76,7 @@ class Entrant(msgspec.Struct, frozen=True):
     argv: Callable[[float], Sequence[str]]
 
 
-class Pace(msgspec.Struct):
+class EnginePace(msgspec.Struct):
     """How fast one engine has been so far. The defaults are those of an engine of which nothing is known."""
 
     prefill_tokens_per_second: float = 0.0
@@ -166,7 +166,7 @@ class _Comparison:
         self._clock = clock
         self._begin = clock()
         self._running: dict[str, Contender] = {}
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, EnginePace] = {}
         self._engines: dict[str, dict[str, Any]] = {}
         """By name: what is reported of every engine that has started."""
         self._results: dict[str, dict[str, list[float]]] = {}
@@ -210,7 +210,7 @@ class _Comparison:
                 self._missing[name] = str(error)
                 continue
             self._running[name] = contender
-            self._paces[name] = Pace()
+            self._paces[name] = EnginePace()
             self._engines[name] = {
                 "engine": name,
                 "version": contender.version,
@@ -280,7 +280,7 @@ class _Comparison:
             elif turn:
                 self._note(f"{plan.what}, {name}: the sequences never decoded together")
 
-    def _order_timeout(self, pace: Pace, plan: Plan) -> float:
+    def _order_timeout(self, pace: EnginePace, plan: Plan) -> float:
         """Several times what the engine is expected to take, but no more than the rest of the time. An engine of which
         nothing is known gets a third of that, so that a hung one leaves time for the others."""
         if not pace.prefill_tokens_per_second:
@@ -314,7 +314,7 @@ class _Comparison:
             self._on_progress(note)
 
 
-def plan_decode(batch: int, paces: Sequence[Pace], max_seconds: float) -> Plan | None:
+def plan_decode(batch: int, paces: Sequence[EnginePace], max_seconds: float) -> Plan | None:
     """Return the largest order of this batch that all engines together handle in time, warm-up included; None if there
     is none. Answers are so long that the sequences decode together for a while, however long their prompts take."""
     usual_answer = _ANSWER_TOKENS[batch]
@@ -332,7 +332,7 @@ def plan_decode(batch: int, paces: Sequence[Pace], max_seconds: float) -> Plan |
     return None
 
 
-def _num_prefill_steps(num_tokens: int, pace: Pace) -> int:
+def _num_prefill_steps(num_tokens: int, pace: EnginePace) -> int:
     """The steps in which our engine prefills, with a quarter more to spare."""
     in_a_second = int(pace.prefill_tokens_per_second)
     step_tokens = min(max(in_a_second, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS)

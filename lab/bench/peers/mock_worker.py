@@ -29,7 +29,7 @@ _SSE: Final = (
 )
 
 
-class Order(msgspec.Struct):
+class WorkerOrder(msgspec.Struct):
     model: str
     model_path: str
     step_ms: float
@@ -40,10 +40,10 @@ class Order(msgspec.Struct):
 class Worker:
     """The streams in progress, and the clock that they share."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WorkerOrder) -> None:
         self.order = order
         self.words = _words(Path(order.model_path))
-        self.streams: set[Stream] = set()
+        self.streams: set[WorkerStream] = set()
         self._step = 0
         self._is_ticking = False
         self._loop = asyncio.get_running_loop()
@@ -53,7 +53,7 @@ class Worker:
     def step(self) -> int:
         return self._step
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: WorkerStream) -> None:
         self.streams.add(stream)
         if not self._is_ticking:
             self._is_ticking = True
@@ -78,7 +78,7 @@ class Worker:
             self._is_ticking = False
 
 
-class Stream:
+class WorkerStream:
     """One answer."""
 
     def __init__(self, worker: Worker, transport: asyncio.Transport, num_tokens: int, asked_at: float) -> None:
@@ -116,7 +116,7 @@ class Stream:
         self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(payload) + 8, payload))
 
 
-class Connection(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._transport: asyncio.Transport
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             asked = msgspec.json.decode(body)
             num_tokens = asked.get("max_tokens") or asked.get("max_completion_tokens") or 16
             if asked.get("stream"):
-                self._worker.add(Stream(self._worker, self._transport, num_tokens, time.monotonic()))
+                self._worker.add(WorkerStream(self._worker, self._transport, num_tokens, time.monotonic()))
             else:
                 self._send_json(_whole_answer(self._worker.order.model))
             return
@@ -209,15 +209,17 @@ def _words(model_path: Path) -> list[bytes]:
         tokenizer.close()
 
 
-async def _serve(order: Order) -> None:
+async def _serve(order: WorkerOrder) -> None:
     worker = Worker(order)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(worker), "127.0.0.1", 0, backlog=4096)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: WorkerConnection(worker), "127.0.0.1", 0, backlog=4096
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerOrder)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(order))
 

@@ -19,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2 as messages  # pyright: ignore[report
 from smg_grpc_proto import vllm_engine_pb2_grpc as service  # pyright: ignore[reportMissingImports]
 
 
-class Steps:
+class EngineSteps:
     """The engine's steps, which run while a stream waits for one."""
 
     def __init__(self, step_ms: float) -> None:
@@ -47,12 +47,12 @@ class Steps:
             ended.set_result(None)
 
 
-class Engine(service.VllmEngineServicer):
+class SmgEngineServicer(service.VllmEngineServicer):
     """The calls that smg makes; all others are answered UNIMPLEMENTED."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
-        self._steps = Steps(order["step_ms"])
+        self._steps = EngineSteps(order["step_ms"])
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         order, asked_at = self._order, time.monotonic()
@@ -102,7 +102,7 @@ class Engine(service.VllmEngineServicer):
 
 async def serve(order: dict[str, Any], port: int) -> None:
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 << 20),))
-    service.add_VllmEngineServicer_to_server(Engine(order), server)
+    service.add_VllmEngineServicer_to_server(SmgEngineServicer(order), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     await server.wait_for_termination()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from lab.chaos.checking.memory import MemoryWatch
+from lab.chaos.checking.memory import MemorySamples
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report import ttft_percentiles
 from lab.chaos.checking.verdicts import NEVER_ALLOWED
@@ -20,7 +20,7 @@ def attack_figures(
     records: Sequence[Record],
     attack: Disturbance,
     answers: Mapping[str, int],
-    memory: MemoryWatch,
+    memory: MemorySamples,
     begin: float,
     calm_tenants: Collection[str] = ("",),
 ) -> dict[str, Any]:

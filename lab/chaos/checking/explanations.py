@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lab.chaos.checking.verdicts import NEVER_ALLOWED, Finding, Verdict
+from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict, Finding
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 from lab.chaos.fabric.faults import Disturbance, FaultKind
 
 
@@ -56,14 +56,14 @@ def is_explained(
             by_part.setdefault(one.kind.part, []).append(one)
     if transcript.num_takeovers and not any(one.kind.verb == "hang" for one in by_part.get("edge", [])):
         return False  # only an edge that wakes up can find that its client has resumed a stream elsewhere
-    if finding.verdict in (Verdict.OK, Verdict.LEFT):
+    if finding.verdict in (AnswerVerdict.OK, AnswerVerdict.LEFT):
         return True
     no_router = _is_none_left(by_part.get("router", []), restarted.get("router", set()), fleet.num_routers)
     is_resumable = call.behaviour in (Behaviour.RESUMABLE, Behaviour.FLAKY) and not _is_sdk(call)
-    if transcript.end is End.BROKEN:
+    if transcript.end is AnswerEnd.BROKEN:
         # The SDK continues at another router, and a resumable stream at another edge.
         return no_router if _is_sdk(call) else not is_resumable and _breaks_connections(by_part)
-    if transcript.end is End.UNREACHABLE:
+    if transcript.end is AnswerEnd.UNREACHABLE:
         return "edge" in by_part or "clients" in by_part
     code = transcript.code
     if code in transcript.refusal_codes or (code in _WITHOUT_CONTROL and "control" in by_part):

@@ -68,7 +68,7 @@ class Trend:
         return mb_per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or rise_mb <= FLAT_MB or surely <= 0.0
 
 
-class MemoryWatch:
+class MemorySamples:
     def __init__(self) -> None:
         self._processes: dict[int, ProcessMemory] = {}
         """Keyed by pid."""

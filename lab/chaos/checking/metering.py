@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class UsageRecord(msgspec.Struct, frozen=True):
+class LoggedUsage(msgspec.Struct, frozen=True):
     """A line of a router's log: the end of a request, or a credit for metered tokens that did not arrive."""
 
     request_id: str
@@ -56,16 +56,16 @@ class MeteringResult:
     """Answers that were delivered and not metered, for no known reason."""
 
 
-def parse_usage_record(line: bytes) -> UsageRecord | None:
+def parse_usage_record(line: bytes) -> LoggedUsage | None:
     if b'"request_ended"' not in line and b'"request_credited"' not in line:
         return None
     try:
-        return msgspec.json.decode(line, type=UsageRecord)
+        return msgspec.json.decode(line, type=LoggedUsage)
     except msgspec.DecodeError:
         return None
 
 
-def compare_metering(deliveries: Iterable[Delivery], usage_records: Iterable[UsageRecord]) -> MeteringResult:
+def compare_metering(deliveries: Iterable[Delivery], usage_records: Iterable[LoggedUsage]) -> MeteringResult:
     """Compare every delivery with its usage records."""
     metered: dict[str, int] = {}
     result = MeteringResult()

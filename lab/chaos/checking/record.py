@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lab.chaos.checking.metering import Delivery
-from lab.chaos.checking.verdicts import Finding, Verdict
+from lab.chaos.checking.verdicts import AnswerVerdict, Finding
 from lab.chaos.clients.questions import UserCall
 from lab.chaos.clients.transcript import Expected, Transcript
 
@@ -28,7 +28,11 @@ class Record:
         record = cls(call, transcript, finding, num_due, num_received, expected.num_prompt_tokens, tenant)
         for choice in transcript.choices:  # they have been judged, and the texts would fill the memory
             choice.text, choice.token_ids = "", None
-        if not (transcript.num_breaks or transcript.num_takeovers or finding.verdict not in (Verdict.OK, Verdict.LEFT)):
+        if not (
+            transcript.num_breaks
+            or transcript.num_takeovers
+            or finding.verdict not in (AnswerVerdict.OK, AnswerVerdict.LEFT)
+        ):
             transcript.connection_log.clear()
         return record
 

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from lab.chaos.checking.explanations import FleetSize, is_explained
-from lab.chaos.checking.metering import MeteringResult, UsageRecord, compare_metering
+from lab.chaos.checking.metering import LoggedUsage, MeteringResult, compare_metering
 from lab.chaos.checking.record import Record
-from lab.chaos.checking.verdicts import NEVER_ALLOWED, Verdict
+from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict
 from lab.chaos.clients.questions import Behaviour
 from lab.chaos.clients.transcript import Transcript
 from lab.chaos.fabric.faults import Disturbance, FaultKind
 
 MAX_LISTED: Final = 20
-_TTFT_CODES: Final = frozenset({Verdict.OK, Verdict.LEFT})
+_TTFT_CODES: Final = frozenset({AnswerVerdict.OK, AnswerVerdict.LEFT})
 
 
 def make_report(
     records: Sequence[Record],
     disturbances: Sequence[Disturbance],
-    usage_records: Iterable[UsageRecord],
+    usage_records: Iterable[LoggedUsage],
     fleet: FleetSize,
     begin: float,
 ) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def make_report(
     explained = [
         record for record in failed if record not in unexplained and record not in never and not _is_over_limit(record)
     ]
-    explained.sort(key=lambda record: record.finding.verdict is Verdict.BROKEN)  # the most common last
+    explained.sort(key=lambda record: record.finding.verdict is AnswerVerdict.BROKEN)  # the most common last
     return {
         "requests": len(records),
-        "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
+        "verdicts": {verdict.value: verdicts[verdict] for verdict in AnswerVerdict},
         "unexplained": len(unexplained),
         "overmetered": len(metering.over),
         "undermetered": len(metering.under),
@@ -88,7 +88,7 @@ def _problem(prefix: str, record: Record, disturbances: Sequence[Disturbance], b
 
 
 def _has_failed(record: Record) -> bool:
-    return record.finding.verdict not in (Verdict.OK, Verdict.LEFT)
+    return record.finding.verdict not in (AnswerVerdict.OK, AnswerVerdict.LEFT)
 
 
 def _is_over_limit(record: Record) -> bool:
@@ -98,7 +98,7 @@ def _is_over_limit(record: Record) -> bool:
 
 def _failure_name(record: Record) -> str:
     verdict, code = record.finding.verdict, record.transcript.code
-    return f"{verdict} ({code})" if code and verdict in (Verdict.FAILED, Verdict.REFUSED) else verdict.value
+    return f"{verdict} ({code})" if code and verdict in (AnswerVerdict.FAILED, AnswerVerdict.REFUSED) else verdict.value
 
 
 USAGE_RECORD_SECONDS: Final = 0.1

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from lab.chaos.checking.metering import UsageRecord, parse_usage_record
+from lab.chaos.checking.metering import LoggedUsage, parse_usage_record
 
 _MAX_READ_BYTES = 4 * 2**20
 
@@ -18,7 +18,7 @@ class UsageLog:
         """`others`: tenants who are not the users. They may use the same names for requests of their own."""
         self._tails = [_Tail(path) for path in paths]
         self._others = others
-        self.records: list[UsageRecord] = []
+        self.records: list[LoggedUsage] = []
 
     def read(self) -> None:
         """Read what was written since the last call. Blocks while reading."""

@@ -14,7 +14,7 @@ import aiohttp
 
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall
 from lab.chaos.clients.sse_reading import EventReader, error_in, take_body
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 
 MAX_TRIES: Final = 40
 """The largest number of connections for one answer."""
@@ -111,7 +111,7 @@ class _HttpCall:
                 wait_seconds = await self._try_once()
             except aiohttp.ClientConnectorError:
                 self._transcript.log("no connection")
-                self._transcript.end = End.UNREACHABLE
+                self._transcript.end = AnswerEnd.UNREACHABLE
                 wait_seconds = _RETRY_SECONDS
             except (aiohttp.ClientError, OSError) as error:
                 self._note_break(type(error).__name__)
@@ -125,7 +125,7 @@ class _HttpCall:
 
     def _note_break(self, how: str) -> None:
         self._transcript.log(f"broken: {how}")
-        self._transcript.end = End.BROKEN
+        self._transcript.end = AnswerEnd.BROKEN
         self._transcript.num_breaks += 1
 
     async def _try_once(self) -> float | None:
@@ -175,10 +175,10 @@ class _HttpCall:
         if response.status == 401 and self._has_own_key:
             # It may have been replaced just now, or be so new that this edge has not heard of it.
             transcript.num_denials += 1
-            transcript.end = End.REFUSED
+            transcript.end = AnswerEnd.REFUSED
             return _RETRY_SECONDS
         retry_after = response.headers.get("Retry-After")
-        transcript.end = End.REFUSED if response.status in _REJECTIONS else End.ERROR
+        transcript.end = AnswerEnd.REFUSED if response.status in _REJECTIONS else AnswerEnd.ERROR
         if retry_after is None:
             return None
         transcript.num_refusals += 1
@@ -219,7 +219,7 @@ class _HttpCall:
         if self._can_resume:
             self._transcript.was_away = True
             return self._call.away_seconds
-        self._transcript.end = End.LEFT
+        self._transcript.end = AnswerEnd.LEFT
         return None
 
     def _ended_early(self, reader: EventReader) -> float | None:
@@ -235,7 +235,7 @@ class _HttpCall:
             self._note_break(how)
             return _RETRY_SECONDS
         if reader.notice:
-            transcript.end, transcript.code = End.ERROR, reader.notice
+            transcript.end, transcript.code = AnswerEnd.ERROR, reader.notice
         else:
             self._note_break(how)
         return None

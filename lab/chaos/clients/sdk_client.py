@@ -14,7 +14,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 
 MAX_TRIES: Final = 40
 RETRY_SECONDS: Final = 0.5
@@ -50,7 +50,7 @@ class SdkClient:
                 await self._ask(rng.choice(self._clients), call, prompt_ids, transcript, request_id)
             except KvloomError as error:
                 _note_failure(transcript, error)
-            if transcript.end is not End.REFUSED or transcript.code == "insufficient_quota":
+            if transcript.end is not AnswerEnd.REFUSED or transcript.code == "insufficient_quota":
                 return
             transcript.num_refusals += 1
             await asyncio.sleep(RETRY_SECONDS)
@@ -77,16 +77,16 @@ class SdkClient:
                     transcript.limited_by = delta.finish.limited_by or transcript.limited_by
                     received.finish_reason = _FINISH_REASONS.get(delta.finish.reason)
                     if received.finish_reason is None:
-                        transcript.end, transcript.code = End.ERROR, FinishReason.Name(delta.finish.reason)
+                        transcript.end, transcript.code = AnswerEnd.ERROR, FinishReason.Name(delta.finish.reason)
                     num_prompt_tokens = delta.finish.num_prompt_tokens
                     num_output_tokens += delta.finish.num_output_tokens
                 elif transcript.num_events == leave_after:
-                    transcript.end = End.LEFT
+                    transcript.end = AnswerEnd.LEFT
                     return
         finally:
             await answer.aclose()
         if not num_open and not transcript.code:
-            transcript.end = End.COMPLETE
+            transcript.end = AnswerEnd.COMPLETE
             transcript.num_prompt_tokens, transcript.num_output_tokens = num_prompt_tokens, num_output_tokens
 
     def _options(self, call: UserCall, prompt_ids: Sequence[int], name: str) -> GenerateOptions:
@@ -111,7 +111,7 @@ class SdkClient:
 def _note_failure(transcript: Transcript, error: KvloomError) -> None:
     transcript.code, transcript.message = error.kind.openai_code or error.reason_name.lower(), error.message
     if transcript.first_at is None and error.kind.http_status in (429, 503):
-        transcript.end = End.REFUSED
+        transcript.end = AnswerEnd.REFUSED
     else:
         is_lost = error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
-        transcript.end = End.BROKEN if is_lost else End.ERROR
+        transcript.end = AnswerEnd.BROKEN if is_lost else AnswerEnd.ERROR

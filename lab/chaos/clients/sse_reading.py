@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final
 
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 
 _EVENT: Final = re.compile(rb"(?:id: (\d+)\n)?data: (.*)", re.DOTALL)
 _OF_CONNECTIONS: Final = ("stream_taken_over", "client_too_slow")
@@ -49,7 +49,7 @@ class EventReader:
             transcript.event_fault = transcript.event_fault or fault
         transcript.num_events = found
         if payload == b"[DONE]":
-            transcript.end, self.done = End.COMPLETE, True
+            transcript.end, self.done = AnswerEnd.COMPLETE, True
         else:
             self._take_chunk(json.loads(payload), now)
 
@@ -57,7 +57,7 @@ class EventReader:
         transcript = self._transcript
         if "error" in chunk:
             transcript.code, transcript.message = _error_of(chunk)
-            transcript.end, self.done = End.ERROR, True
+            transcript.end, self.done = AnswerEnd.ERROR, True
             return
         for choice in chunk["choices"]:
             take_choice(transcript, choice, choice.get("delta", choice))
@@ -87,7 +87,7 @@ def take_body(transcript: Transcript, body: dict[str, Any], now: float) -> None:
         take_choice(transcript, choice, choice.get("message", choice))
     take_usage(transcript, body.get("usage"))
     transcript.record_piece(now)
-    transcript.end = End.COMPLETE
+    transcript.end = AnswerEnd.COMPLETE
 
 
 def error_in(body: bytes) -> tuple[str, str]:

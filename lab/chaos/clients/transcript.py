@@ -28,7 +28,7 @@ class Expected:
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
-class End(enum.StrEnum):
+class AnswerEnd(enum.StrEnum):
     """How an answer ended for its client."""
 
     COMPLETE = "complete"
@@ -63,7 +63,7 @@ class Transcript:
 
     choices: list[ReceivedChoice]
     sent_at: float
-    end: End = End.SILENT
+    end: AnswerEnd = AnswerEnd.SILENT
     code: str = ""
     """The code of an error, or its HTTP status."""
     message: str = ""

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from kvloom.v1.usage_service_pb2 import BudgetState, MeteredAnswer
 from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS
-from lab.chaos.checking.metering import UsageRecord, compare_metering
+from lab.chaos.checking.metering import LoggedUsage, compare_metering
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report import LOSES_RECORDS, MAX_LISTED, may_miss_usage_record
-from lab.chaos.checking.verdicts import Verdict
+from lab.chaos.checking.verdicts import AnswerVerdict
 from lab.chaos.fabric.faults import Disturbance
 from lab.chaos.tenants.hostile import Claimed
 from lab.chaos.tenants.population import OUTPUT_NANOS, PROMPT_NANOS, ChaosTenant
@@ -51,7 +51,7 @@ def judge_tenants(
     """Figures, with `problems`. `end`: when all faults were over, on the monotonic clock."""
     ids = {tenant.id for tenant in tenants}
     answers = [one for one in books.answers if one.tenant in ids]  # attackers use the users' names
-    usage = [UsageRecord(_name_of(one), one.num_output_tokens) for one in answers]
+    usage = [LoggedUsage(_name_of(one), one.num_output_tokens) for one in answers]
     deliveries = [
         record.delivery(may_miss_usage_record=may_miss_usage_record(record, disturbances)) for record in records
     ]
@@ -187,7 +187,7 @@ def _row(tenant: ChaosTenant, records: Sequence[Record], books: Books) -> dict[s
     return {
         "tenant": tenant.id,
         "requests": len(own),
-        "complete": sum(record.finding.verdict is Verdict.OK for record in own),
+        "complete": sum(record.finding.verdict is AnswerVerdict.OK for record in own),
         "cut_short": sum(bool(record.transcript.limited_by) for record in own),
         "refused": sum(record.transcript.code in record.transcript.refusal_codes for record in own),
         "budget_nanos": tenant.largest_budget_nanos,
@@ -203,7 +203,7 @@ def _charged_refusals(records: Iterable[Record], answers: Iterable[MeteredAnswer
     return [
         f"{request_id} was refused ({record.transcript.code}) and costs {costs[request_id]} nanos"
         for record in records
-        if record.finding.verdict is Verdict.REFUSED and record.transcript.first_at is None
+        if record.finding.verdict is AnswerVerdict.REFUSED and record.transcript.first_at is None
         for request_id in record.transcript.request_ids[-1:]
         if costs.get(request_id)
     ]

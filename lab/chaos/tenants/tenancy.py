@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
 from kvloom.v1.usage_service_pb2 import BudgetState
-from kvloom_common.usage_witness import read_witness, witness_files
+from kvloom_common.delivery_log import read_witness, witness_files
 from lab.chaos.checking.record import Record
 from lab.chaos.fabric.cluster import Cluster
 from lab.chaos.fabric.faults import Disturbance

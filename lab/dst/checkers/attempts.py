@@ -10,7 +10,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst import script
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, eligible
-from lab.dst.views import RouterView, ShardStreamView, ShardView
+from lab.dst.views import ShardStreamView, ShardView, SimulatedRouterView
 from router.core.actions import (
     Action,
     AnswerResampled,
@@ -41,7 +41,7 @@ class Fence(Checker):
         self._hopeless: set[str] = set()
         """Ids of the requests for which there was no shard when a late frame arrived."""
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         self._is_late = False
         if isinstance(event, StepArrived):
             shard = node.witness.shards.get(event.shard_id)
@@ -57,12 +57,12 @@ class Fence(Checker):
                 observed.request.request_id for observed in waiting if not eligible(node.witness.shards, observed)
             }
 
-    def on_sent(self, node: RouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
+    def on_sent(self, node: SimulatedRouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
         begin = choice.num_sent_tokens
         if choice.emitted[begin : begin + len(token_ids)] != list(token_ids):
             self.fail(f"{choice.request.request.request_id} got {list(token_ids)}, which its attempts did not emit")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if self._is_late:
             # A shard's work is also moved when it becomes suspected, and time passes with every event.
             has_other_cause = any(
@@ -73,7 +73,7 @@ class Fence(Checker):
                 self.fail(f"a late frame led to {others}")
 
     @staticmethod
-    def _is_allowed(node: RouterView, action: Action) -> bool:
+    def _is_allowed(node: SimulatedRouterView, action: Action) -> bool:
         if isinstance(action, CancelOnShard):
             shard = node.witness.shards.get(action.shard_id)
             return shard is not None and not any(
@@ -97,21 +97,21 @@ class SlotsExclusive(Checker):
 
     invariant = "slots_exclusive"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         self.on_probe(node, attempt)
 
     def on_prefill_chunk(
-        self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         self.on_probe(node, prefill_chunk)
 
-    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         self.on_probe(node, leg)
 
-    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+    def on_collection(self, node: SimulatedRouterView, collection: SubmitAttempt) -> None:
         self.on_probe(node, collection)
 
-    def on_probe(self, node: RouterView, attempt: SubmitAttempt) -> None:
+    def on_probe(self, node: SimulatedRouterView, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         taken = [spec.slot for spec in attempt.choices if shard is not None and spec.slot in shard.open]
         if taken or len({spec.slot for spec in attempt.choices}) < len(attempt.choices):
@@ -129,7 +129,7 @@ class PrefillChunksFit(Checker):
     invariant = "prefill_chunks_fit"
 
     def on_prefill_chunk(
-        self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         name, prompt = prefill_chunk.request.request_id, prefill_chunk.request.prompt_token_ids
         shard = node.witness.shards.get(prefill_chunk.shard_id)
@@ -145,12 +145,12 @@ class PrefillChunksFit(Checker):
         if list(prompt) != list(whole[: len(prompt)]) or prefill_chunk.request.tenant != observed.request.tenant:
             self.fail(f"{name} is not the beginning of its request's prompt")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         for observed in node.witness.live.values():
             if observed.prefill_chunk is not None and not observed.is_waiting:
                 self.fail(f"{observed.request.request_id} does not wait, and a prefill chunk of its prompt is computed")
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is not None and observed.prefill_chunk is not None:
             self.fail(f"{end.request_id} has ended, and a prefill chunk of its prompt is computed")
 
@@ -161,7 +161,7 @@ class MovesCounted(Checker):
 
     invariant = "moves_counted"
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is None or observed.is_duplicate:
             return
         num_again = sum(max(0, choice.num_attempts - 1) for choice in observed.choices)
@@ -176,7 +176,7 @@ class AttemptsContinue(Checker):
 
     invariant = "attempts_continue"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None:
             self.fail(f"{attempt.request.request_id} was dispatched although it is not live")
         if attempt.attempt_id != observed.num_attempts + 1:
@@ -192,7 +192,7 @@ class AttemptsContinue(Checker):
                 self.fail(f"{attempt.request.request_id} does not continue after what was emitted")
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
-        assert isinstance(attempt.request.sampling, script.Sampling)
+        assert isinstance(attempt.request.sampling, script.ScriptedSampling)
         tokens = script.answer(attempt.request.sampling.script_key, spec.index)
         given = tuple(spec.output_token_ids)
         if given != tokens[: len(given)]:
@@ -208,7 +208,7 @@ class PlacementsFit(Checker):
 
     invariant = "placements_fit"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         if shard is None or observed is None:
             self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, which is not there")
@@ -230,12 +230,12 @@ class VariantsKept(Checker):
     invariant = "variants_kept"
 
     def __init__(self) -> None:
-        self._variants: dict[tuple[RouterView, str], str] = {}
+        self._variants: dict[tuple[SimulatedRouterView, str], str] = {}
         """That of the shard on which each request ran last."""
         self._changed: list[str] = []
         """Requests that the event at hand has moved to another variant with tokens of the earlier one."""
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         if shard is None or observed is None:
             return
@@ -249,12 +249,12 @@ class VariantsKept(Checker):
             if node.witness.has_room(other, observed) and other.description.variant == earlier:
                 self.fail(f"{name} left variant {earlier} for {variant}, which {other.description.shard_id} has")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         reported = [action.request_id for action in actions if isinstance(action, AnswerResampled)]
         if sorted(reported) != sorted(self._changed):
             self.fail(f"changes of variant are reported for {reported}, and happened to {self._changed}")
         self._changed = []
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is None or not observed.is_duplicate:  # the request whose id a rejected one has is still running
             self._variants.pop((node, end.request_id), None)

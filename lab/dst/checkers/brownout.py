@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, RequestEnded, SubmitAttempt
 from router.core.degradation import Degradation
 from router.core.events import Event, Request, RequestArrived
@@ -32,10 +32,10 @@ class BrownoutAtAdmission(Checker):
         self._is_refused = False
         """True when the brownout refuses the request that arrives in this event."""
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         self._is_refused = False
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None:
             return
         name, degradation = observed.request.request_id, attempt.request.degradation
@@ -63,7 +63,7 @@ class BrownoutAtAdmission(Checker):
         if degradation.step != step:
             self.fail(f"{name} arrived on step {step}, and is degraded by step {degradation.step}")
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         if finish.error is None or finish.error.reason != ErrorReason.ERROR_REASON_BROWNOUT:
             return
         name = choice.request.request.request_id
@@ -71,12 +71,12 @@ class BrownoutAtAdmission(Checker):
             self.fail(f"{name} was admitted, and is refused by the brownout")
         self._is_refused = True
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is not None:
             self._degradations.pop(observed, None)
             self._step_at_arrival.pop(observed, None)
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, RequestArrived):
             self._note_arrival(node, event.request, self._step_on_arrival(node, event.request.model, actions))
         for action in actions:
@@ -85,7 +85,7 @@ class BrownoutAtAdmission(Checker):
                     self.fail(f"{action.model} goes from step {action.previous_step} to {action.step}")
                 self._steps[node.name, action.model] = action.step
 
-    def _step_on_arrival(self, node: RouterView, model: str, actions: Sequence[Action]) -> int:
+    def _step_on_arrival(self, node: SimulatedRouterView, model: str, actions: Sequence[Action]) -> int:
         """The step by which a request for the model that arrived in this event was degraded. Requests that were overdue
         end before it is looked at, and change the step for it; those that lose their place to it end after that."""
         step = self._steps.get((node.name, model), 0)
@@ -96,7 +96,7 @@ class BrownoutAtAdmission(Checker):
                 step = action.step
         return step
 
-    def _note_arrival(self, node: RouterView, request: Request, step: int) -> None:
+    def _note_arrival(self, node: SimulatedRouterView, request: Request, step: int) -> None:
         arrived = node.witness.live.get(request.request_id)
         if arrived is not None and arrived.request is request:
             self._step_at_arrival[arrived] = step

@@ -6,8 +6,8 @@ from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
-from lab.dst.observed import Departure, ObservedChoice, ObservedRequest, State, eligible
-from lab.dst.views import RouterView
+from lab.dst.observed import AttemptDeparture, ObservedChoice, ObservedRequest, State, eligible
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import SubmitAttempt
 from router.core.events import class_of
 from router.core.frames import Finish
@@ -30,9 +30,9 @@ class ClassesAge(Checker):
     invariant = "classes_age"
 
     def __init__(self) -> None:
-        self._num_passed: dict[tuple[RouterView, str, str], int] = {}
+        self._num_passed: dict[tuple[SimulatedRouterView, str, str], int] = {}
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         classes = node.config.classes
         if observed is None or node.holds_requests or not classes or any(one.reserved_share for one in classes):
             return
@@ -66,7 +66,7 @@ class FloorsKept(Checker):
 
     invariant = "floors_kept"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         reserving = [one for one in node.config.classes if one.reserved_share]
         if observed is None or shard is None or not reserving:
@@ -94,7 +94,7 @@ class SchedulingEndsNothing(Checker):
 
     invariant = "scheduling_ends_nothing"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         error = finish.error
         if choice.num_attempts and error is not None and error.reason == ErrorReason.ERROR_REASON_QUEUE_TIMEOUT:
             self.fail(f"{choice.request.request.request_id} had begun, and was given up because it had to wait")
@@ -102,5 +102,5 @@ class SchedulingEndsNothing(Checker):
         if error is None or node.is_draining or error.reason not in _FOR_WANT_OF_A_SHARD:
             return
         # One that does not wait has failed since then, as often as it may.
-        if choice.state is State.WAITING and observed.left_by is Departure.NOTICE and witness.keeps(observed):
+        if choice.state is State.WAITING and observed.left_by is AttemptDeparture.NOTICE and witness.keeps(observed):
             self.fail(f"{observed.request.request_id} was given up because its shard had notice")

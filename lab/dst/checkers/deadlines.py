@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import Event, RequestArrived, Tick
 
@@ -18,7 +18,7 @@ class DeadlinesKept(Checker):
 
     invariant = "deadlines_kept"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None:
             return
         deadline = observed.deadline if observed.was_dispatched else min(observed.deadline, observed.queue_deadline)
@@ -28,14 +28,14 @@ class DeadlinesKept(Checker):
             )
 
     def on_prefill_chunk(
-        self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         self.on_dispatch(node, observed, prefill_chunk)
 
-    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         self.on_dispatch(node, observed, leg)
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if not isinstance(event, Tick | RequestArrived):
             return
         now, earliest = node.now, float("inf")

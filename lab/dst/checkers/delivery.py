@@ -10,7 +10,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from lab.dst import script
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice
-from lab.dst.views import AnswerView, ClientStreamView, RouterView
+from lab.dst.views import AnswerView, ClientStreamView, SimulatedRouterView
 from router.core.actions import Action, SendStep
 from router.core.events import Event
 from router.core.frames import Finish, Step
@@ -63,12 +63,12 @@ class FramesWellFormed(Checker):
 
     invariant = "frames_well_formed"
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         sent = Counter(action.client_id for action in actions if isinstance(action, SendStep))
         if sent and max(sent.values()) > 1:
             self.fail(f"{node.name} sent {max(sent.values())} frames to one client for one event")
 
-    def on_step(self, node: RouterView, action: SendStep) -> None:
+    def on_step(self, node: SimulatedRouterView, action: SendStep) -> None:
         self._check(action.step)
 
     def on_client_step(self, stream: ClientStreamView, step: Step) -> None:
@@ -86,7 +86,7 @@ class FramesWellFormed(Checker):
         if (finish.error is not None) != is_error:
             self.fail(f"{answer.request.request_id} ended with reason {finish.reason} and error {finish.error}")
         sampling = answer.request.sampling
-        if isinstance(sampling, script.Sampling) and sampling.wants_logprobs:
+        if isinstance(sampling, script.ScriptedSampling) and sampling.wants_logprobs:
             num_new_tokens = answer.num_tokens - len(answer.spec.output_token_ids)
             if answer.num_logprobs != num_new_tokens:
                 self.fail(f"{answer.request.request_id} has {answer.num_logprobs} logprobs, {num_new_tokens} tokens")
@@ -106,9 +106,9 @@ class AnswersComplete(Checker):
 
     invariant = "answers_complete"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         request = choice.request.request
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         whole = script.answer(request.sampling.script_key, choice.spec.index)
         num_tokens = len(choice.spec.output_token_ids) + choice.num_sent_tokens
         if finish.reason == FinishReason.FINISH_REASON_STOP and num_tokens != len(whole):

@@ -11,7 +11,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from lab.dst import script
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, State, eligible
-from lab.dst.views import AnswerView, RouterView, WorldView
+from lab.dst.views import AnswerView, SimulatedRouterView, WorldView
 from router.core.actions import Action, RequestEnded
 from router.core.events import Event, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish
@@ -22,7 +22,7 @@ class EndsOnce(Checker):
 
     invariant = "ends_once"
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         arriving = node.witness.arriving
         if arriving is None:
             return
@@ -32,7 +32,7 @@ class EndsOnce(Checker):
         if not is_live and any(choice.state is not State.DONE for choice in arriving.choices):
             self.fail(f"{arriving.request.request_id} was rejected, but its client got no finish")
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is None or observed.num_ends:
             self.fail(f"{end.request_id} ended although it was not live")
         if any(choice.state is not State.DONE for choice in observed.choices):
@@ -52,7 +52,7 @@ class MeteredIsDelivered(Checker):
 
     invariant = "metered_is_delivered"
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         num_sent = 0 if observed is None else sum(choice.num_sent_tokens for choice in observed.choices)
         if end.num_output_tokens != num_sent:
             self.fail(f"{end.request_id}: {num_sent} tokens were sent, {end.num_output_tokens} were metered")
@@ -70,7 +70,7 @@ class EndsJustified(Checker):
 
     invariant = "ends_justified"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         if finish.reason == FinishReason.FINISH_REASON_CANCELLED:
             if not isinstance(node.witness.event, SlotsCancelled | RequestCancelled):
                 self.fail(f"{choice.request.request.request_id} was cancelled without a request to do so")
@@ -87,20 +87,20 @@ class EndsJustified(Checker):
 
     def _check_filtered(self, choice: ObservedChoice) -> None:
         request = choice.request.request
-        assert isinstance(request.sampling, script.Sampling)
+        assert isinstance(request.sampling, script.ScriptedSampling)
         is_bad_answer = script.HALTED_TOKEN in script.answer(request.sampling.script_key, choice.spec.index)
         if request.prompt_text != script.BLOCKED_WORD and not is_bad_answer:
             self.fail(f"{request.request_id} was filtered, but there is nothing wrong with it")
 
 
-def _failed_everywhere(node: RouterView, choice: ObservedChoice) -> bool:
+def _failed_everywhere(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     """True when it has had all its attempts, or there is no shard for another one."""
     if not choice.num_attempts:
         return False
     return choice.num_failures >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
 
 
-def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
+def _queue_was_full(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     if choice.num_attempts:
         return _failed_everywhere(node, choice)
     witness = node.witness
@@ -108,14 +108,14 @@ def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
         return False
     if choice.request is witness.arriving and choice.request.may_be_impossible:
         return True
-    if node.config.overload.sheds_early and choice.request is witness.arriving:
+    if node.config.overload.sheds_load_early and choice.request is witness.arriving:
         return True  # by prediction: RejectionsJustified checks whether it would have fitted
     # The queue is served after a request has arrived: what filled it then may be dispatched in the same event.
     queued = {*witness.waiting(), *witness.dispatched} - {choice.request}
     return len(queued) >= node.config.max_queued_requests
 
 
-def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:
+def _does_not_fit(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     able = (shard for shard in node.witness.shards.values() if shard.has_adapter_of(choice.request))
     shards = [shard for shard in able if not shard.is_draining]
     model = choice.request.request.model
@@ -126,20 +126,20 @@ def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:
     return bool(windows) and max(windows) < len(request.prompt_token_ids) + num_output_tokens
 
 
-def _is_unscreenable(node: RouterView, choice: ObservedChoice) -> bool:
+def _is_unscreenable(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     """True when the safety service was down for too long, or so slow that too much text was held back."""
     if node.witness.safety_waited_for_until is not None and node.config.answer_mode == "gate":
         most_held = max(len(sibling.emitted) - sibling.num_sent_tokens for sibling in choice.request.choices)
-        return most_held > max(1, node.config.max_held_tokens // len(choice.request.choices))
+        return most_held > max(1, node.config.max_uncleared_tokens // len(choice.request.choices))
     return node.config.safety_required and (node.witness.policy is None or any(choice.request.policy or ()))
 
 
-def _no_shard(node: RouterView, choice: ObservedChoice) -> bool:
+def _no_shard(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     is_refused = choice.request is node.witness.arriving and node.witness.refuses(choice.request)
     return not is_refused and not eligible(node.witness.shards, choice.request)
 
 
-def _does_not_exist(node: RouterView, choice: ObservedChoice) -> bool:
+def _does_not_exist(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
     """True when there is no such model or adapter, or no longer."""
     observed, witness = choice.request, node.witness
     if observed is witness.arriving:
@@ -147,17 +147,17 @@ def _does_not_exist(node: RouterView, choice: ObservedChoice) -> bool:
     return observed.request.adapter is not None and not eligible(witness.shards, observed)
 
 
-_CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
+_CAUSES: Final[dict[int, Callable[[SimulatedRouterView, ObservedChoice], bool]]] = {
     ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: (
         node.now >= choice.request.deadline
         # It waits, and could not be answered before its deadline any more.
-        or (choice.request.has_deadline and node.config.overload.sheds_early and not choice.request.was_dispatched)
+        or (choice.request.has_deadline and node.config.overload.sheds_load_early and not choice.request.was_dispatched)
     ),
     ErrorReason.ERROR_REASON_DEADLINE_IMPOSSIBLE: lambda node, choice: (
         choice.request is node.witness.arriving and choice.request.may_be_impossible
     ),
     ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
-        (node.now >= choice.request.queue_deadline or node.config.overload.sheds_early)
+        (node.now >= choice.request.queue_deadline or node.config.overload.sheds_load_early)
         and not choice.request.was_dispatched
     ),
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvloom_common.config import FairnessConfig
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SequencesPreempted, SubmitAttempt
 from router.core.events import Event
 
@@ -21,7 +21,7 @@ class PreemptionsJustified(Checker):
 
     invariant = "preemptions_justified"
 
-    def on_preemption(self, node: RouterView, preempted: SequencesPreempted) -> None:
+    def on_preemption(self, node: SimulatedRouterView, preempted: SequencesPreempted) -> None:
         fairness, shard = node.config.fairness, node.witness.shards.get(preempted.shard_id)
         if node.config.classes:
             return  # they may give way to a more urgent class of their own tenant
@@ -46,7 +46,7 @@ class PreemptionsJustified(Checker):
 
     def _restores_reserve(
         self,
-        node: RouterView,
+        node: SimulatedRouterView,
         shard: ObservedShard,
         preempted: SequencesPreempted,
         chosen: list[ObservedChoice],
@@ -62,7 +62,7 @@ class PreemptionsJustified(Checker):
         num_left = shard.num_held_blocks_at_most(preempted.tenant)
         return num_left + max(shard.num_blocks(choice) for choice in chosen) > share
 
-    def _waiting(self, node: RouterView, shard: ObservedShard, before: float) -> set[str]:
+    def _waiting(self, node: SimulatedRouterView, shard: ObservedShard, before: float) -> set[str]:
         """Tenants with a request that has waited since `before`, in the router or on the shard."""
         latest = before + 1e-9
         queued = {
@@ -90,7 +90,7 @@ class ReserveKept(Checker):
         self._suspects: list[tuple[str, ObservedShard, str, int]] = []
         """(request, shard, tenant, the most blocks that the tenant may have held) of what was sent in this event."""
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         fairness, shard = node.config.fairness, node.witness.shards.get(attempt.shard_id)
         if fairness is None or shard is None or observed is None or node.now >= shard.contended_until:
             return
@@ -106,7 +106,7 @@ class ReserveKept(Checker):
         if num_held and num_held + num_needed > share:
             self._suspects.append((observed.request.request_id, shard, tenant, share - num_needed))
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         # The cancel of a choice that left first, because it was halted, comes after what was sent.
         for request_id, shard, tenant, max_held in self._suspects:
             num_held = shard.num_held_blocks_at_least(tenant)

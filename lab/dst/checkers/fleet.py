@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lab.dst.checker import Checker
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, FleetChanged
 from router.core.events import Event, LoadReported, ShardDown, ShardUp
 
@@ -16,9 +16,9 @@ class FleetReported(Checker):
     invariant = "fleet_reported"
 
     def __init__(self) -> None:
-        self._reported: dict[RouterView, FleetChanged] = {}
+        self._reported: dict[SimulatedRouterView, FleetChanged] = {}
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         reports = [action for action in actions if isinstance(action, FleetChanged)]
         for report in reports:
             if report == self._reported.get(node):

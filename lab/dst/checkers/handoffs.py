@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedHandoff, ObservedRequest, ObservedShard
-from lab.dst.views import RouterView, ShardView
+from lab.dst.views import ShardView, SimulatedRouterView
 from router.core.actions import Action, RequestEnded, SubmitAttempt
-from router.core.dispatch.prefill_legs import MAX_LEGS
+from router.core.dispatch.prefill_handoffs import MAX_LEGS
 from router.core.events import Event, Request, Tick
 
 
@@ -19,7 +19,7 @@ class LegsFit(Checker):
 
     invariant = "legs_fit"
 
-    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         name, prompt, shard = leg.request.request_id, list(leg.request.prompt_token_ids), self._shard(node, leg)
         settings = node.config.disaggregation
         if observed is None or observed.num_attempts or observed.handoff is not None:
@@ -40,13 +40,13 @@ class LegsFit(Checker):
         if not any(other.can_fetch_from(shard.description) for other in shards):
             self.fail(f"{name} was dispatched to {leg.shard_id}, whose KV no other shard could fetch")
 
-    def _shard(self, node: RouterView, leg: SubmitAttempt) -> ObservedShard:
+    def _shard(self, node: SimulatedRouterView, leg: SubmitAttempt) -> ObservedShard:
         shard = node.witness.shards.get(leg.shard_id)
         if shard is None:
             self.fail(f"{leg.request.request_id} was dispatched to {leg.shard_id}, which is not there")
         return shard
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if not isinstance(event, Tick):
             return
         max_seconds = node.config.disaggregation.leg_timeout_seconds
@@ -54,7 +54,7 @@ class LegsFit(Checker):
             if observed.leg is not None and node.now - observed.leg.began_at > max_seconds:
                 self.fail(f"{observed.request.request_id} waits for {observed.leg}, which takes too long")
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is not None and not observed.is_duplicate and observed.leg is not None:
             self.fail(f"{end.request_id} has ended, and {observed.leg} computes its prompt")
 
@@ -72,7 +72,7 @@ class HandoffsKept(Checker):
     def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
         self._made[handoff] = request
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if not attempt.handoff:
             return
         name, own = attempt.request.request_id, None if observed is None else observed.handoff
@@ -86,7 +86,7 @@ class HandoffsKept(Checker):
                 f"{name} was dispatched with {attempt.handoff!r} to {attempt.shard_id}, which cannot fetch its KV"
             )
 
-    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+    def on_collection(self, node: SimulatedRouterView, collection: SubmitAttempt) -> None:
         for observed in node.witness.live.values():
             own = observed.handoff
             if own is not None and own.handoff == collection.handoff and not observed.is_ending:
@@ -110,7 +110,7 @@ class HandoffsCollected(Checker):
 
     def __init__(self) -> None:
         self._legs: dict[bytes, Request] = {}
-        self._kept: dict[RouterView, list[ObservedHandoff]] = {}
+        self._kept: dict[SimulatedRouterView, list[ObservedHandoff]] = {}
         """By router: the hand-offs that its live requests have."""
         self._sent: set[bytes] = set()
         """Those that are sent to shards in the current event, or given up by an attempt that goes without."""
@@ -118,17 +118,17 @@ class HandoffsCollected(Checker):
     def on_handoff(self, shard: ShardView, request: Request, handoff: bytes) -> None:
         self._legs[handoff] = request
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         self._sent.clear()
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is not None and observed.handoff is not None:
             self._sent.add(observed.handoff.handoff)
 
-    def on_collection(self, node: RouterView, collection: SubmitAttempt) -> None:
+    def on_collection(self, node: SimulatedRouterView, collection: SubmitAttempt) -> None:
         self._sent.add(collection.handoff)
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         kept = self._kept.pop(node, [])
         if node.witness.handed_over:
             kept = [*kept, *node.witness.handed_over]
@@ -141,7 +141,7 @@ class HandoffsCollected(Checker):
             if one.handoff not in needed and self._can_be_collected(node, one):
                 self.fail(f"no answer needs {one}, and no shard is asked to fetch its KV")
 
-    def _can_be_collected(self, node: RouterView, one: ObservedHandoff) -> bool:
+    def _can_be_collected(self, node: SimulatedRouterView, one: ObservedHandoff) -> bool:
         leg, prefill = self._legs[one.handoff], node.witness.shards.get(one.shard.shard_id)
         if prefill is None or prefill.description.incarnation_id != one.shard.incarnation_id:
             return False

@@ -9,7 +9,7 @@ from typing import Final
 from kvloom_common.config import HealthConfig
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedShard, State, eligible
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthState, check_seconds
@@ -28,7 +28,7 @@ def num_serving(shards: Sequence[ObservedShard]) -> tuple[int, int]:
     return len(serving), sum(shard.health is not HealthState.HEALTHY for shard in serving)
 
 
-def has_other(node: RouterView, choice: ObservedChoice, here: ObservedShard) -> bool:
+def has_other(node: SimulatedRouterView, choice: ObservedChoice, here: ObservedShard) -> bool:
     """True when an unsuspected shard other than `here`, where the choice runs, has room for it."""
     request = choice.request.request
     longest = max(other.num_tokens for other in choice.request.choices)
@@ -47,10 +47,10 @@ class HungShardsAbandoned(Checker):
     invariant = "hung_shards_abandoned"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, ObservedChoice], float] = {}
+        self._since: dict[tuple[SimulatedRouterView, ObservedChoice], float] = {}
         """Since when a choice could have run on another shard."""
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         health = node.config.health
         if health is None:
             return
@@ -66,7 +66,7 @@ class HungShardsAbandoned(Checker):
                     f"{seconds:.2f} s"
                 )
 
-    def _waiting(self, node: RouterView) -> Iterator[ObservedChoice]:
+    def _waiting(self, node: SimulatedRouterView) -> Iterator[ObservedChoice]:
         shards = node.witness.shards
         for observed in node.witness.live.values():
             if observed.is_waiting or any(choice.num_moves >= MAX_MOVES for choice in observed.choices):
@@ -77,7 +77,7 @@ class HungShardsAbandoned(Checker):
                     if stuck is not None and self._may_suspect(node, stuck) and has_other(node, choice, stuck):
                         yield choice
 
-    def _may_suspect(self, node: RouterView, stuck: ObservedShard) -> bool:
+    def _may_suspect(self, node: SimulatedRouterView, stuck: ObservedShard) -> bool:
         assert node.config.health is not None
         if stuck.health is not HealthState.HEALTHY or stuck.is_draining:
             return True
@@ -92,7 +92,7 @@ class SuspicionBounded(Checker):
 
     invariant = "suspicion_bounded"
 
-    def on_health(self, node: RouterView, change: ShardHealthChanged) -> None:
+    def on_health(self, node: SimulatedRouterView, change: ShardHealthChanged) -> None:
         shard = node.witness.shards[change.shard_id]
         # A shard that was suspected when its stream broke still is when it reconnects, however many there are by now.
         is_new = shard.health is HealthState.HEALTHY and not isinstance(node.witness.event, ShardUp)
@@ -114,10 +114,10 @@ class DrainedShardsEmpty(Checker):
     invariant = "drained_shards_empty"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, ObservedChoice], float] = {}
+        self._since: dict[tuple[SimulatedRouterView, ObservedChoice], float] = {}
         """Since when a choice could have run on another shard."""
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         left = dict(self._left(node))
         if left or self._since:
             self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
@@ -129,7 +129,7 @@ class DrainedShardsEmpty(Checker):
                     f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s after its drain deadline"
                 )
 
-    def _left(self, node: RouterView) -> Iterator[tuple[ObservedChoice, float]]:
+    def _left(self, node: SimulatedRouterView) -> Iterator[tuple[ObservedChoice, float]]:
         """With how long it may take until the router tries again to move it."""
         for shard in node.witness.shards.values():
             has_to_leave = shard.empty_by is not None and shard.empty_by <= node.now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.dst.checker import Checker
-from lab.dst.views import RouterView, WorldView
+from lab.dst.views import SimulatedRouterView, WorldView
 
 
 class Integrity(Checker):
@@ -18,7 +18,7 @@ class Integrity(Checker):
     def __init__(self) -> None:
         self._num_messages = 0
 
-    def integrity(self, node: RouterView) -> None:
+    def integrity(self, node: SimulatedRouterView) -> None:
         self._num_messages += 1
         if self._num_messages % 3 == 0:
             self._check(node)
@@ -27,7 +27,7 @@ class Integrity(Checker):
         for node in world.nodes:
             self._check(node)
 
-    def _check(self, node: RouterView) -> None:
+    def _check(self, node: SimulatedRouterView) -> None:
         try:
             node.core.check_integrity()
         except AssertionError as error:

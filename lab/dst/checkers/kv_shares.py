@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lab.dst.checker import Checker
 from lab.dst.nodes.block_cache import prompt_hashes
-from lab.dst.views import RouterView, ShardView
+from lab.dst.views import ShardView, SimulatedRouterView
 from router.core.events import Event, KvChange, Request, RequestArrived
 
 
@@ -22,7 +22,7 @@ class KvSharesKept(Checker):
         self._salts: dict[int, str] = {}
         """By block."""
 
-    def before_event(self, node: RouterView, event: Event) -> None:  # noqa: ARG002
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:  # noqa: ARG002
         if isinstance(event, RequestArrived) and event.request.kv_share is not None:
             self._percents[event.request.cache_salt] = event.request.kv_share.percent
 

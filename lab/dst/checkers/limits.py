@@ -11,15 +11,15 @@ from typing import NamedTuple
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvloom_common.tenancy import answer_runs
-from kvloom_common.tenancy.answer_runs import Run
+from kvloom_common.tenancy.answer_runs import AnswerRun
 from kvloom_common.tenancy.limits import Limits
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest
 from lab.dst.tenancy.lease_owners import LEASE_SECONDS
 from lab.dst.tenancy.sim_limits import PRICE
-from lab.dst.views import RouterView, WorldView
+from lab.dst.views import SimulatedRouterView, WorldView
 from router.core.actions import RequestEnded, SubmitAttempt
-from router.core.events import Request, Tier
+from router.core.events import Request, TierRank
 from router.core.lease_messages import LeaseKind, LeaseName
 
 
@@ -35,7 +35,7 @@ class BudgetsKept(Checker):
         self._requests: list[ObservedRequest] = []
         """They stay, so that their ids are not used again."""
 
-    def on_sent(self, node: RouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
+    def on_sent(self, node: SimulatedRouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
         observed, limits = choice.request, node.limits
         if limits is None:
             return
@@ -63,7 +63,7 @@ def _least_cost(kind: LeaseKind, limits: Limits, request: Request, num_tokens: i
     num_prompt_tokens = request.num_prompt_tokens if is_first else 0
     if kind is LeaseKind.DAY_TOKENS:
         return num_tokens + limits.cached_token_percent * num_prompt_tokens // 100
-    percent = PRICE.batch_percent if request.tier is Tier.BATCH else 100
+    percent = PRICE.batch_percent if request.tier is TierRank.BATCH else 100
     prompt = PRICE.request_nanos + PRICE.cached_nanos * num_prompt_tokens if is_first else 0
     return (prompt + PRICE.output_nanos * num_tokens) * percent // 100
 
@@ -89,7 +89,7 @@ class RatesKept(Checker):
         """By account."""
         self._dispatched: dict[int, tuple[ObservedRequest, float, float]] = {}
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if node.limits is None or observed is None or observed.num_attempts:
             return
         if observed.is_believed and not observed.request.answer_id:
@@ -98,7 +98,7 @@ class RatesKept(Checker):
         now = node.limits.now
         self._dispatched[id(observed)] = (observed, now - waited, now)
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         """Leaves out a request that failed before its first token: it has burnt nothing, and made room for another
         one."""
         _, begin, dispatched_at = self._dispatched.pop(id(observed), (None, 0.0, 0.0))
@@ -148,7 +148,7 @@ class ClaimsMoveNoLimit(Checker):
         self._begun: dict[str, object] = {}
         """Answer -> its sampling, prompt and key."""
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if node.limits is None or observed is None or not observed.request.answer_id or observed.num_attempts:
             return
         request = observed.request
@@ -174,10 +174,10 @@ class ComputedIsMetered(Checker):
     invariant = "computed_is_metered"
 
     def __init__(self) -> None:
-        self._runs: dict[str, list[Run]] = {}
+        self._runs: dict[str, list[AnswerRun]] = {}
         self._num_sent: Counter[str] = Counter()
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is None or end.usage is None or not end.usage.answer_id or not end.num_attempts:
             return
         request, begin = observed.request, end.usage.num_resumed_tokens
@@ -185,7 +185,7 @@ class ComputedIsMetered(Checker):
         if end.num_prompt_tokens + begin < num_prefilled:
             self.fail(f"{end.request_id}: {num_prefilled} tokens were prefilled, {end.num_prompt_tokens + begin} count")
         name = node.name, len(self._runs.setdefault(end.usage.answer_id, []))
-        self._runs[end.usage.answer_id].append(Run(begin, begin + end.num_output_tokens, name))
+        self._runs[end.usage.answer_id].append(AnswerRun(begin, begin + end.num_output_tokens, name))
         self._num_sent[end.usage.answer_id] += sum(choice.num_sent_tokens for choice in observed.choices)
 
     def on_quiescence(self, world: WorldView) -> None:
@@ -237,7 +237,7 @@ class ChargesExact(Checker):
     def __init__(self) -> None:
         self._settled: Counter[LeaseName] = Counter()
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if node.limits is None or observed is None or end.usage is None:
             return
         for charge in end.usage.charges:
@@ -279,6 +279,6 @@ def _due(kind: LeaseKind, limits: Limits, observed: ObservedRequest, end: Reques
         num_prompt,
         end.num_cached_tokens,
         num_output,
-        is_batch=request.tier is Tier.BATCH,
+        is_batch=request.tier is TierRank.BATCH,
         is_result_cache_hit=end.is_result_cache_hit,
     )

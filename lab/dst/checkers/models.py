@@ -10,7 +10,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
 from lab.dst.checkers.quiescence import plan_of
 from lab.dst.observed import ObservedChoice, ObservedRequest, eligible
-from lab.dst.views import RouterView, ShardStreamView, ShardView, WorldView
+from lab.dst.views import ShardStreamView, ShardView, SimulatedRouterView, WorldView
 from router.core.actions import Action, CancelOnShard, RequestEnded, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, LoadReported
 from router.core.frames import Finish
@@ -30,7 +30,7 @@ class ModelsKeptApart(Checker):
 
     invariant = "models_kept_apart"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is not None and observed.request.model != attempt.request.model:
             self.fail(f"{attempt.request.request_id} is for {observed.request.model}, not {attempt.request.model}")
         if observed is not None and observed.request.adapter != attempt.request.adapter:
@@ -38,7 +38,7 @@ class ModelsKeptApart(Checker):
         self.on_prefill_chunk(node, observed, attempt)
 
     def on_prefill_chunk(
-        self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         shard, request = node.witness.shards.get(prefill_chunk.shard_id), prefill_chunk.request
         if shard is not None and shard.description.model != request.model:
@@ -48,7 +48,7 @@ class ModelsKeptApart(Checker):
         if shard is not None and observed is not None and not shard.has_adapter_of(observed):
             self.fail(f"{request.request_id} was sent to {prefill_chunk.shard_id}, which does not have its adapter")
 
-    def on_prefill_leg(self, node: RouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
         self.on_prefill_chunk(node, observed, leg)
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
@@ -66,14 +66,14 @@ class WithdrawalsKept(Checker):
 
     invariant = "withdrawals_kept"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         observed, reason = choice.request, 0 if finish.error is None else finish.error.reason
         if observed is not node.witness.arriving or node.is_draining:
             return
         if node.witness.refuses(observed) and reason != ErrorReason.ERROR_REASON_MODEL_NOT_FOUND:
             self.fail(f"{observed.request.request_id} is for {observed.request.model}, but got {finish}")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         arriving = node.witness.arriving
         if arriving is None or node.witness.live.get(arriving.request.request_id) is not arriving:
             return
@@ -109,7 +109,7 @@ class UnloadsHarmless(Checker):
         self._late: set[ObservedRequest] = set()
         """Those that arrived when their model had been withdrawn."""
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         self._is_withdrawal = False
         if isinstance(event, LoadReported) and event.load.withdrawn:
             shard = node.witness.shards.get(event.shard_id)
@@ -119,7 +119,7 @@ class UnloadsHarmless(Checker):
             shards, waiting = node.witness.shards, node.witness.waiting()
             self._hopeless = {one.request.request_id for one in waiting if not eligible(shards, one)}
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         arriving = node.witness.arriving
         if node.is_harmless and arriving is not None and node.witness.is_withdrawn(arriving.request.model):
             self._late.add(arriving)
@@ -133,14 +133,14 @@ class UnloadsHarmless(Checker):
             self.fail(f"a withdrawal cancelled sequences on {node.name}")
 
     @staticmethod
-    def _is_needed(node: RouterView, action: Action) -> bool:
+    def _is_needed(node: SimulatedRouterView, action: Action) -> bool:
         """True when it cancels sequences, rather than probes and prefill chunks."""
         if not isinstance(action, CancelOnShard):
             return False
         shard = node.witness.shards.get(action.shard_id)
         return shard is not None and any(shard.open.get(slot) is not None for slot in action.slots)
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         reason = 0 if finish.error is None else finish.error.reason
         is_late = choice.request is node.witness.arriving or choice.request in self._late
         if node.is_harmless and not is_late and reason in _SHARD_AWAY:

@@ -9,9 +9,9 @@ from typing import Final
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, State, eligible
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SubmitAttempt
-from router.core.events import DrainEnded, Event, RequestArrived, Tick, Tier
+from router.core.events import DrainEnded, Event, RequestArrived, Tick, TierRank
 from router.core.frames import Finish
 
 _GIVEN_UP: Final = (
@@ -30,7 +30,7 @@ class RejectionsJustified(Checker):
     def __init__(self) -> None:
         self._would_fit = False
 
-    def before_event(self, node: RouterView, event: Event) -> None:
+    def before_event(self, node: SimulatedRouterView, event: Event) -> None:
         self._would_fit = False
         if isinstance(event, RequestArrived):
             model = event.request.model
@@ -42,7 +42,7 @@ class RejectionsJustified(Checker):
                 and (node.holds_requests or any(shard.is_idle for shard in shards))
             )
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         if choice.request.may_be_impossible:  # there may be room, but not in time
             return
         if self._would_fit and choice.request is node.witness.arriving and _reason(finish) == _FULL:
@@ -55,11 +55,11 @@ class NoRefusalBesideIdle(Checker):
 
     invariant = "no_refusal_beside_idle"
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         observed, witness = choice.request, node.witness
         if observed is not witness.arriving or _reason(finish) != _FULL or observed.may_be_impossible:
             return
-        if observed.request.tier is not Tier.INTERACTIVE:
+        if observed.request.tier is not TierRank.INTERACTIVE:
             return
         idle = [one for one in eligible(witness.shards, observed) if one.is_idle and witness.has_room(one, observed)]
         if idle:
@@ -75,32 +75,32 @@ class TiersKept(Checker):
 
     invariant = "tiers_kept"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if (
             observed is None
-            or observed.request.tier is Tier.INTERACTIVE
+            or observed.request.tier is TierRank.INTERACTIVE
             or node.config.classes
             or observed.has_begun
             or node.holds_requests
         ):
             return
-        if observed is not node.witness.arriving and self._waiting(node, observed, Tier.INTERACTIVE):
+        if observed is not node.witness.arriving and self._waiting(node, observed, TierRank.INTERACTIVE):
             self.fail(
                 f"{observed.request.request_id}, a batch request, is dispatched while an interactive one is queued"
             )
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         observed = choice.request
         if (
             node.config.classes
             or _reason(finish) != _FULL
             or observed.num_attempts
-            or observed.request.tier is not Tier.INTERACTIVE
+            or observed.request.tier is not TierRank.INTERACTIVE
         ):
             return
-        if observed is node.witness.arriving and (node.config.overload.sheds_early or observed.may_be_impossible):
+        if observed is node.witness.arriving and (node.config.overload.sheds_load_early or observed.may_be_impossible):
             return  # it may have had to wait too long even with a place in the queue
-        others = [other for other in node.witness.waiting() if other.request.tier is Tier.BATCH]
+        others = [other for other in node.witness.waiting() if other.request.tier is TierRank.BATCH]
         if others and not any(other.was_dispatched for other in node.witness.waiting()):
             self.fail(
                 f"{observed.request.request_id} is rejected while the batch request "
@@ -108,7 +108,7 @@ class TiersKept(Checker):
             )
 
     @staticmethod
-    def _waiting(node: RouterView, observed: ObservedRequest, tier: Tier) -> bool:
+    def _waiting(node: SimulatedRouterView, observed: ObservedRequest, tier: TierRank) -> bool:
         model = observed.request.model
         return any(other.request.tier is tier and other.request.model == model for other in node.witness.waiting())
 
@@ -119,10 +119,10 @@ class OutagePatience(Checker):
     invariant = "outage_patience"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, ObservedRequest], float] = {}
+        self._since: dict[tuple[SimulatedRouterView, ObservedRequest], float] = {}
         """Since when there has been no shard for a request."""
 
-    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+    def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
         observed, patience_seconds = choice.request, node.config.overload.outage_patience_seconds
         if choice.state is not State.WAITING or observed is node.witness.arriving or _reason(finish) not in _GIVEN_UP:
             return
@@ -130,7 +130,7 @@ class OutagePatience(Checker):
         if node.now < since + patience_seconds:
             self.fail(f"{observed.request.request_id} was given up {node.now - since:.3f} s into an outage")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         witness = node.witness
         waiting = [observed for observed in witness.waiting() if not eligible(witness.shards, observed)]
         unschedulable = [observed for observed in waiting if not witness.keeps(observed)]
@@ -152,7 +152,7 @@ class DrainsEnd(Checker):
 
     invariant = "drains_end"
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, DrainEnded) and node.witness.live:
             self.fail(f"{node.name} still has {list(node.witness.live)}")
 

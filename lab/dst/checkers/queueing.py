@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest, State, eligible
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SubmitAttempt
 from router.core.dispatch.dispatch_queue import REPLACE_SECONDS
-from router.core.events import Event, Tier, class_of
+from router.core.events import Event, TierRank, class_of
 
 MAX_IDLE_WAIT_SECONDS: Final = 2 * REPLACE_SECONDS
 """A request that waits is placed again between one and two periods after the last time."""
@@ -23,7 +23,7 @@ class NoIdleWait(Checker):
 
     invariant = "no_idle_wait"
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         shards = node.witness.shards
         for observed in node.witness.waiting():
             able = eligible(shards, observed)
@@ -33,7 +33,7 @@ class NoIdleWait(Checker):
                 continue  # OutagePatience checks for how long it may
             if node.config.classes:
                 continue  # it may be left to others, or these go first
-            if observed.request.tier is not Tier.INTERACTIVE and others_go_first(node, observed):
+            if observed.request.tier is not TierRank.INTERACTIVE and others_go_first(node, observed):
                 continue
             if node.holds_requests:
                 # A prefill chunk of its prompt may run on a shard that was suspected when there was no other.
@@ -52,10 +52,10 @@ class NoWaitBesideIdle(Checker):
     invariant = "no_wait_beside_idle"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, ObservedRequest], float] = {}
+        self._since: dict[tuple[SimulatedRouterView, ObservedRequest], float] = {}
         """Since when there has always been such a shard for a request that waits."""
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if not node.holds_requests or node.config.classes:
             return
         before = self._since
@@ -74,9 +74,9 @@ class NoWaitBesideIdle(Checker):
                 self.fail(f"{name} waits for {node.now - since:.3f} s beside {others}, where it takes {min(own):.3f} s")
 
 
-def _idle_for(node: RouterView, observed: ObservedRequest) -> set[str]:
+def _idle_for(node: SimulatedRouterView, observed: ObservedRequest) -> set[str]:
     """The shards that have nothing to do and could run a request that waits for another one."""
-    if observed.prefill_chunk is not None or observed.request.tier is not Tier.INTERACTIVE or observed.has_begun:
+    if observed.prefill_chunk is not None or observed.request.tier is not TierRank.INTERACTIVE or observed.has_begun:
         return set()
     able = eligible(node.witness.shards, observed)
     return {one.description.shard_id for one in able if one.is_idle and node.witness.has_room(one, observed)}
@@ -102,10 +102,10 @@ class NoStarvation(Checker):
 
     def __init__(self) -> None:
         self._passed: dict[_Pair, list[_Passed]] = {}
-        self._most_ahead: dict[tuple[RouterView, str], float] = {}
+        self._most_ahead: dict[tuple[SimulatedRouterView, str], float] = {}
         """By tenant: what its requests that ran at one time could be served at most."""
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if observed is None or node.holds_requests:
             return
         self._note_running(node, observed, attempt)
@@ -139,7 +139,7 @@ class NoStarvation(Checker):
                 self.fail(f"{tenant} waits on {node.name} while {request.tenant} was served {service:g}")
             entries.append(passed)
 
-    def _note_running(self, node: RouterView, observed: ObservedRequest, attempt: SubmitAttempt) -> None:
+    def _note_running(self, node: SimulatedRouterView, observed: ObservedRequest, attempt: SubmitAttempt) -> None:
         tenant = observed.request.tenant
         running = [
             other
@@ -149,7 +149,7 @@ class NoStarvation(Checker):
         ahead = sum(_most_service(other, attempt.max_tokens) for other in {*running, observed})
         self._most_ahead[node, tenant] = max(self._most_ahead.get((node, tenant), 0.0), ahead)
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if self._passed:
             waiting = {
                 (_Turn(node, one.request.model, is_parked(one), class_of(one.request).name), one.request.tenant)
@@ -165,7 +165,7 @@ class NoStarvation(Checker):
 class _Turn(NamedTuple):
     """Requests among which the one of the tenant with least service is next."""
 
-    node: RouterView
+    node: SimulatedRouterView
     model: str
     parked: bool
     priority_class: str
@@ -190,10 +190,10 @@ def _most_service(observed: ObservedRequest, max_tokens: int) -> float:
 
 def is_parked(observed: ObservedRequest) -> bool:
     """True when it is a batch request that has had no attempt and no leg."""
-    return observed.request.tier is not Tier.INTERACTIVE and not observed.has_begun
+    return observed.request.tier is not TierRank.INTERACTIVE and not observed.has_begun
 
 
-def others_go_first(node: RouterView, observed: ObservedRequest) -> bool:
+def others_go_first(node: SimulatedRouterView, observed: ObservedRequest) -> bool:
     """True when a more urgent request, or one that has had an attempt, is queued too."""
     model = observed.request.model
     others = [other for other in node.witness.waiting() if other is not observed and other.request.model == model]
@@ -205,7 +205,7 @@ class QueueBound(Checker):
 
     invariant = "queue_bound"
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         num_waiting = sum(not observed.was_dispatched for observed in node.witness.waiting())
         if num_waiting > node.config.max_queued_requests:
             self.fail(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvloom.adapters import Adapter
 from lab.dst.checker import Checker
 from lab.dst.nodes.block_cache import hashes_of
-from lab.dst.views import RouterView, WorldView
+from lab.dst.views import SimulatedRouterView, WorldView
 from router.core.events import ChoiceSpec, Request
 from router.core.placement import PlacementPlan
 
@@ -14,7 +14,7 @@ MAX_PROMPTS = 60
 
 
 def plan_of(
-    node: RouterView, model: str, tenant: str, prompt: tuple[int, ...], adapter: Adapter | None = None
+    node: SimulatedRouterView, model: str, tenant: str, prompt: tuple[int, ...], adapter: Adapter | None = None
 ) -> PlacementPlan:
     choices = [ChoiceSpec(1, 0)]
     request = Request(

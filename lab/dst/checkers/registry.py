@@ -8,7 +8,7 @@ from typing import Final
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest
-from lab.dst.views import RouterView, WorldView
+from lab.dst.views import SimulatedRouterView, WorldView
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import Event, ShardUp
 
@@ -23,10 +23,10 @@ class ShardsFound(Checker):
     invariant = "shards_found"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterView, str], tuple[int, float]] = {}
+        self._since: dict[tuple[SimulatedRouterView, str], tuple[int, float]] = {}
         """Since when a router could have connected to an incarnation."""
 
-    def on_registry_read(self, node: RouterView, world: WorldView) -> None:
+    def on_registry_read(self, node: SimulatedRouterView, world: WorldView) -> None:
         for shard in world.shards:
             key = (node, shard.shard_id)
             if shard.shard_id in node.streams or shard.is_stuck or not shard.is_up or not world.is_announced(shard):
@@ -46,30 +46,30 @@ class RecordsFollowed(Checker):
     invariant = "records_followed"
 
     def __init__(self) -> None:
-        self._named: dict[RouterView, dict[str, str]] = {}
+        self._named: dict[SimulatedRouterView, dict[str, str]] = {}
         """The incarnations that each router has read last. Without an entry, it could not read them."""
-        self._connected_blindly: dict[tuple[RouterView, str], str] = {}
+        self._connected_blindly: dict[tuple[SimulatedRouterView, str], str] = {}
         """The incarnations that connected while there was no entry."""
 
-    def on_registry_read(self, node: RouterView, world: WorldView) -> None:
+    def on_registry_read(self, node: SimulatedRouterView, world: WorldView) -> None:
         self._named[node] = world.named_incarnations()
 
-    def on_registry_lost(self, node: RouterView) -> None:
+    def on_registry_lost(self, node: SimulatedRouterView) -> None:
         self._named.pop(node, None)
 
-    def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
+    def on_link_ended(self, node: SimulatedRouterView, shard_id: str, world: WorldView) -> None:
         named = world.named_incarnations().get(shard_id)
         if shard_id in node.streams and named in (None, node.witness.shards[shard_id].description.incarnation_id):
             self.fail(f"{node.name} gave up {shard_id}, which is connected; its record names {named or 'no other'}")
 
-    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, ShardUp):
             key = (node, event.shard.shard_id)
             self._connected_blindly.pop(key, None)
             if node not in self._named:
                 self._connected_blindly[key] = event.shard.incarnation_id
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         named = self._named.get(node, {}).get(attempt.shard_id)
         connected = node.witness.shards[attempt.shard_id].description.incarnation_id
         if named not in (None, connected) and self._connected_blindly.get((node, attempt.shard_id)) != connected:

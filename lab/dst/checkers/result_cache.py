@@ -8,7 +8,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from lab.dst.checker import Checker
 from lab.dst.nodes.result_cache import content_of
 from lab.dst.observed import ObservedRequest
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import RequestEnded
 
 _COMPLETE: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
@@ -23,7 +23,7 @@ class CachedAnswersOwn(Checker):
     def __init__(self) -> None:
         self._answered: set[tuple[object, ...]] = set()
 
-    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
         if observed is None or not observed.request.is_cacheable:
             if end.is_result_cache_hit:
                 self.fail(f"{end.request_id} got a cached answer, which it may not have")

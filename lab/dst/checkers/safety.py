@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lab.dst import script
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest
-from lab.dst.views import RouterView
+from lab.dst.views import SimulatedRouterView
 from router.core.actions import SubmitAttempt
 
 
@@ -18,13 +18,13 @@ class SafetyKept(Checker):
 
     invariant = "safety_kept"
 
-    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         if node.config.safety_required and observed is not None and observed.policy is None:
             self.fail(
                 f"{observed.request.request_id} was dispatched although it arrived while the safety service was down"
             )
 
-    def on_sent(self, node: RouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
+    def on_sent(self, node: SimulatedRouterView, choice: ObservedChoice, token_ids: Sequence[int], delta: str) -> None:
         policy = choice.request.policy
         if not node.config.safety_required or policy is None:
             return

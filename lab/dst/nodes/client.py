@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lab.dst.checker import Violation
 from lab.dst.environment import Environment
 from lab.dst.nodes.pipe import Pipe
-from lab.dst.script import Sampling
+from lab.dst.script import ScriptedSampling
 from lab.dst.views import RouterProcess
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish, Step
@@ -16,7 +16,7 @@ from router.links.step_outbox import StepOutbox
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Answer:
+class ObservedAnswer:
     """One choice as its client sees it."""
 
     request: Request
@@ -30,7 +30,7 @@ class Answer:
 
     @property
     def script_key(self) -> str:
-        assert isinstance(self.request.sampling, Sampling)
+        assert isinstance(self.request.sampling, ScriptedSampling)
         return self.request.sampling.script_key
 
 
@@ -46,7 +46,7 @@ class ClientStream:
         node: RouterProcess,
         name: str,
         on_lost: Callable[[ClientStream], None],
-        on_end: Callable[[Answer], None],
+        on_end: Callable[[ObservedAnswer], None],
     ) -> None:
         self._env = env
         self.node = node
@@ -62,7 +62,7 @@ class ClientStream:
         """How long the client takes to read a frame. None means that it never does."""
         self.is_open_at_router = True
         self.is_open_at_client = True
-        self.open: dict[int, Answer] = {}
+        self.open: dict[int, ObservedAnswer] = {}
         """The answers that have not ended, by slot."""
         self._next_slot = 0
         node.clients[name] = self
@@ -75,7 +75,7 @@ class ClientStream:
 
     def submit(self, request: Request) -> None:
         for spec in request.choices:
-            self.open[spec.slot] = Answer(request, spec, len(spec.output_token_ids), spec.num_delivered_chars)
+            self.open[spec.slot] = ObservedAnswer(request, spec, len(spec.output_token_ids), spec.num_delivered_chars)
         self._to_router.send(RequestArrived(request))
 
     def cancel_slots(self, slots: list[int]) -> None:
@@ -177,7 +177,7 @@ class ClientStream:
             checks.on_client_finish(answer, finish)
             self._on_end(answer)
 
-    def _answer(self, slot: int) -> Answer:
+    def _answer(self, slot: int) -> ObservedAnswer:
         answer = self.open.get(slot)
         if answer is None:
             raise Violation("ends_once", f"{self.client_id} read an entry for slot {slot}, which has ended")

@@ -13,14 +13,14 @@ from lab.dst.environment import Environment
 from lab.dst.nodes.block_cache import BlockCache, prompt_hashes
 from lab.dst.nodes.shard_stream import ShardStream
 from lab.dst.scenario import ShardShape
-from lab.dst.script import Sampling, text_shown
+from lab.dst.script import ScriptedSampling, text_shown
 from router.core.events import KvChange, Request, ShardLoad
 from router.core.frames import Finish, Start, Step
 from tools.stable_hash import stable_hash
 
 
 @dataclasses.dataclass(slots=True)
-class Sequence:
+class SimulatedSequence:
     request: Request
     tokens: Tokens[int]
     """The whole answer, including the tokens that the request brought along."""
@@ -32,7 +32,7 @@ class Sequence:
     """The hand-off in its finish, so that another shard can fetch its KV."""
 
 
-class Engine:
+class SimulatedEngine:
     """`sequences` are keyed by (stream, slot), in the order of their arrival. The first `max_batch` of them run, as far
     as there are blocks for them: one that outgrows what is left takes the blocks of the latest."""
 
@@ -42,7 +42,7 @@ class Engine:
         shape: ShardShape,
         cache: BlockCache,
         on_stored: Callable[[Request, list[KvChange]], None],
-        on_handoff: Callable[[Sequence], None],
+        on_handoff: Callable[[SimulatedSequence], None],
     ) -> None:
         """`on_stored` is called when the blocks of a request have entered the cache, `on_handoff` when a sequence ends
         whose KV another shard may fetch."""
@@ -53,7 +53,7 @@ class Engine:
         self._on_handoff = on_handoff
         self.failure_share = 0.0
         """How many of its sequences fail, apart from those that fail by chance."""
-        self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
+        self.sequences: dict[tuple[ShardStream, int], SimulatedSequence] = {}
 
     def step(self) -> list[KvChange]:
         """Run one iteration. Tokens and finishes are added to the pending step of each stream."""
@@ -115,11 +115,11 @@ class Engine:
         held = sum(self._num_blocks(self.sequences[key]) for key in self._running())
         return max(0, self._shape.num_blocks - held)
 
-    def _num_blocks(self, sequence: Sequence) -> int:
+    def _num_blocks(self, sequence: SimulatedSequence) -> int:
         num_tokens = len(sequence.request.prompt_token_ids) + sequence.position + 1
         return -(-num_tokens // self._shape.block_size)
 
-    def end(self, stream: ShardStream, slot: int, sequence: Sequence) -> None:
+    def end(self, stream: ShardStream, slot: int, sequence: SimulatedSequence) -> None:
         """Send the remaining text of a complete sequence, and its finish."""
         text = text_shown(sequence.tokens, len(sequence.tokens), is_final=True)
         if len(text) > sequence.num_chars:
@@ -131,7 +131,7 @@ class Engine:
         finish = Finish(slot, reason, num_output_tokens=len(sequence.tokens), handoff=sequence.handoff)
         stream.parts.finishes.append(finish)
 
-    def _is_to_fail(self, sequence: Sequence) -> bool:
+    def _is_to_fail(self, sequence: SimulatedSequence) -> bool:
         """It depends on the request, so that the failures of one engine change nothing for others."""
         if not self.failure_share or self._env.is_calm:
             return False
@@ -162,7 +162,7 @@ class Engine:
         if new or delta:
             _add_entry(stream.parts, slot, new, delta)
         sampling = sequence.request.sampling
-        if isinstance(sampling, Sampling) and sampling.wants_logprobs:
+        if isinstance(sampling, ScriptedSampling) and sampling.wants_logprobs:
             stream.parts.logprobs.extend((slot, ("logprob", token)) for token in new)
         sequence.position = end
         sequence.num_chars += len(delta)

@@ -6,15 +6,15 @@ from typing import Final, Protocol
 
 from lab.dst.environment import Environment
 from lab.dst.nodes.registry import SimRegistry
-from lab.dst.nodes.shard import SimShard
-from lab.dst.views import RegistryReader, RouterView, WorldView
+from lab.dst.nodes.shard import SimulatedShard
+from lab.dst.views import RegistryReader, SimulatedRouterView, WorldView
 from router.links.fleet_links import LinkTarget, follow_registry, lose_registry
 
 _RETRY_SECONDS: Final = 0.2
 
 
-class _Router(RouterView, RegistryReader, Protocol):
-    def connect(self, shard: SimShard, *, replace: bool = False) -> None: ...
+class _Router(SimulatedRouterView, RegistryReader, Protocol):
+    def connect(self, shard: SimulatedShard, *, replace: bool = False) -> None: ...
 
     def give_up(self, shard_id: str) -> None: ...
 
@@ -61,7 +61,7 @@ class FleetReader:
             link = self._links[record.shard_id] = _Link(LinkTarget(record), node)
             self._env.timeline.after(0.0, self._try, node, link)
 
-    def may_connect(self, node: _Router, shard: SimShard) -> bool:
+    def may_connect(self, node: _Router, shard: SimulatedShard) -> bool:
         """True when a link reaches this shard now. One that reaches another process, or none, tries again later."""
         link = self._links.get(shard.shard_id)
         if link is None:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 
 from kvloom_common.config import ResultCacheConfig
 from lab.dst import script
-from router.answer_keeper import AnswerKeeper
 from router.core.events import Request
 from router.fingerprints import ModelFingerprint
 from router.result_cache.cache import ResultCache
 from router.result_cache.stored_answer import StoredChoice
+from router.result_recorder import ResultRecorder
 
 TTL_SECONDS = 2.0
 
 
-def new_keeper(policy_revision: Callable[[], str | None], now: Callable[[], float]) -> AnswerKeeper:
+def new_keeper(policy_revision: Callable[[], str | None], now: Callable[[], float]) -> ResultRecorder:
     """With a cache so small that answers are evicted, and expire."""
     config = ResultCacheConfig(enabled=True, ttl_seconds=TTL_SECONDS, max_entries=6)
     cache = ResultCache(config, b"", _pieces, key_of=_key)
-    return AnswerKeeper(cache, None, policy_revision, now)
+    return ResultRecorder(cache, None, policy_revision, now)
 
 
 def _key(_secret: bytes, scope: str, fingerprint: ModelFingerprint, policy_revision: str, request: Request) -> bytes:
@@ -31,7 +31,7 @@ def _key(_secret: bytes, scope: str, fingerprint: ModelFingerprint, policy_revis
 
 def content_of(request: Request) -> tuple[object, ...]:
     """Returns what a request asks for."""
-    assert isinstance(request.sampling, script.Sampling)
+    assert isinstance(request.sampling, script.ScriptedSampling)
     prompt = tuple(request.prompt_token_ids), request.prompt_text
     return request.model, request.adapter, *prompt, request.sampling.script_key, request.max_tokens
 

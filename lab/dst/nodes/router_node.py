@@ -13,11 +13,10 @@ from lab.dst.environment import Environment
 from lab.dst.nodes.client import ClientStream
 from lab.dst.nodes.fleet_reader import FleetReader
 from lab.dst.nodes.result_cache import new_keeper
-from lab.dst.nodes.safety import SafetyStream, SimSafety
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.safety import SimSafety, SimulatedSafetyStream
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.nodes.shard_stream import ShardStream
 from lab.dst.witness import Witness
-from router.answer_keeper import AnswerKeeper
 from router.core.actions import (
     Action,
     AnswerCompleted,
@@ -51,6 +50,7 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core.placement import POLICIES
+from router.result_recorder import ResultRecorder
 
 MIN_TICK_SECONDS = 0.001
 
@@ -63,7 +63,7 @@ class RouterNode:
         env: Environment,
         number: int,
         incarnation: int,
-        shards: Sequence[SimShard],
+        shards: Sequence[SimulatedShard],
         safety: SimSafety,
         fleet: FleetReader | None,
         on_report: Callable[[str, FleetChanged | RequestEnded], None],
@@ -95,11 +95,11 @@ class RouterNode:
         self.streams: dict[str, ShardStream] = {}
         """The streams that the core knows of, by shard."""
         self.connecting: dict[str, ShardStream] = {}
-        self.safety: SafetyStream | None = None
+        self.safety: SimulatedSafetyStream | None = None
         self.is_alive = True
         self.is_draining = False
         self.policy_revision: str | None = None
-        self._keeper: AnswerKeeper | None = None
+        self._keeper: ResultRecorder | None = None
         if env.scenario.has_result_cache:
             self._keeper = new_keeper(lambda: self.policy_revision, lambda: self.now)
         self._clock_offset = env.rng.choice((0.0, 12345.678))
@@ -168,7 +168,7 @@ class RouterNode:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def connect(self, shard: SimShard, *, replace: bool = False) -> None:
+    def connect(self, shard: SimulatedShard, *, replace: bool = False) -> None:
         """Open a stream unless there is one (that is not to be replaced) or one is being opened."""
         shard_id = shard.shard_id
         if shard not in self._shards:
@@ -206,7 +206,7 @@ class RouterNode:
             return
         safety = self._safety_service
         if safety.is_up:
-            self.safety = SafetyStream(self._env, self, safety)
+            self.safety = SimulatedSafetyStream(self._env, self, safety)
             safety.streams.append(self.safety)
             self.safety.send_policy()
         else:
@@ -235,7 +235,7 @@ class RouterNode:
                 self.limits.record(self, action)
         self._arm_timer()
 
-    def _through_keeper(self, keeper: AnswerKeeper, event: Event) -> Event:
+    def _through_keeper(self, keeper: ResultRecorder, event: Event) -> Event:
         """Does what the driver and the link to the safety service do before the core gets an event."""
         match event:
             case SafetyUp():

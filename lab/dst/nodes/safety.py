@@ -21,7 +21,7 @@ class SimSafety:
         self.slowness = 1.0
         self.screens_prompts = env.rng.random() < 0.8
         self.screens_answers = env.rng.random() < 0.8
-        self.streams: list[SafetyStream] = []
+        self.streams: list[SimulatedSafetyStream] = []
 
     def bring_up(self) -> None:
         self.is_up = True
@@ -43,7 +43,7 @@ class SimSafety:
             stream.send_policy()
 
 
-class SafetyStream:
+class SimulatedSafetyStream:
     def __init__(self, env: Environment, node: RouterProcess, safety: SimSafety) -> None:
         self._env = env
         self._node = node

@@ -13,7 +13,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from lab.dst import script
 from lab.dst.environment import Environment
 from lab.dst.nodes.block_cache import BlockCache
-from lab.dst.nodes.engine import Engine, Sequence
+from lab.dst.nodes.engine import SimulatedEngine, SimulatedSequence
 from lab.dst.nodes.shard_stream import ShardStream
 from lab.dst.scenario import ShardShape
 from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
@@ -21,11 +21,11 @@ from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
 from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.events import (
     AdaptersReported,
-    AdapterState,
     ChoiceSpec,
     KvChange,
     KvSnapshotArrived,
     Request,
+    ShardAdapter,
     ShardDescription,
     ShardLoad,
     ShardUp,
@@ -37,7 +37,7 @@ ROUTER_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PREFILL_CHUNK_CLIENT_ID)
 """Client ids of requests that routers send on their own behalf."""
 
 
-class SimShard:
+class SimulatedShard:
     def __init__(self, env: Environment, shard_id: str, shape: ShardShape, incarnation: int = 0) -> None:
         """`incarnation` is that of the last process which had this id."""
         self._env = env
@@ -65,7 +65,7 @@ class SimShard:
         self._loaded_adapter = ""
         """The name of the one that is loaded: there is room for one."""
         self.cache = BlockCache(shape)
-        self.engine = Engine(env, shape, self.cache, self._note_stored, self._note_handoff)
+        self.engine = SimulatedEngine(env, shape, self.cache, self._note_stored, self._note_handoff)
         self._kv_number = 0
         self._step_is_due = False
         self.on_start: Callable[[], None] = lambda: None
@@ -82,7 +82,7 @@ class SimShard:
         self.slowness = 1.0
         self._loaded_adapter = ""
         self.cache = BlockCache(self.shape)
-        self.engine = Engine(self._env, self.shape, self.cache, self._note_stored, self._note_handoff)
+        self.engine = SimulatedEngine(self._env, self.shape, self.cache, self._note_stored, self._note_handoff)
         if self._failure_share:
             self.break_engine(self._failure_share)
         self.num_submitted = 0
@@ -167,7 +167,7 @@ class SimShard:
             stream.send_frame(self._adapter_report())
 
     def _adapter_report(self) -> AdaptersReported:
-        states = [AdapterState(name, self.adapters[name], name == self._loaded_adapter) for name in self.adapters]
+        states = [ShardAdapter(name, self.adapters[name], name == self._loaded_adapter) for name in self.adapters]
         return AdaptersReported(self.shard_id, states, 2 * self._env.scenario.step_seconds)
 
     def begin_to_end(self) -> None:
@@ -220,7 +220,7 @@ class SimShard:
     def _note_stored(self, request: Request, changes: list[KvChange]) -> None:
         self._env.checks.on_stored(self, request, changes)
 
-    def _note_handoff(self, sequence: Sequence) -> None:
+    def _note_handoff(self, sequence: SimulatedSequence) -> None:
         """The KV can be fetched as long as this process lives, and does not hang."""
         incarnation = self.incarnation
 
@@ -325,12 +325,12 @@ class SimShard:
         if request.client_id in ROUTER_CLIENT_IDS and not attempt.prefill_only:
             tokens = PROBE_TOKEN_IDS
         else:
-            assert isinstance(request.sampling, script.Sampling)
+            assert isinstance(request.sampling, script.ScriptedSampling)
             whole = script.answer(request.sampling.script_key, spec.index)
             tokens = whole[: attempt.max_tokens]
             if attempt.prefill_only and len(whole) > 1:
                 handoff = f"{self.shard_id}-{self.incarnation}/{self.num_submitted}".encode()
-        sequence = Sequence(
+        sequence = SimulatedSequence(
             request,
             tokens,
             attempt.max_tokens,

@@ -19,11 +19,11 @@ from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.model_routes import ModelRoutes, RouteFacts
 from kvloom_common.models.rollout_follower import RolloutFollower
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
-from kvloom_common.models.succession import SuccessionFollower, heirs
+from kvloom_common.models.succession import SuccessionFollower, fallback_models
 from kvloom_common.trust.seal import PLAIN
 from lab.dst.environment import Environment
 from lab.dst.rollouts.registry import RolloutClient, RolloutStore
-from lab.dst.script import Sampling
+from lab.dst.script import ScriptedSampling
 from lab.dst.told import Told
 from lab.dst.virtual_loop import VirtualLoop
 from router.convert import fleet_to_proto
@@ -124,7 +124,7 @@ class SimEdge:
         found = [request.model] if is_continued else self.versions_of(request.model, share_key(request))
         rollout = self.rollouts.get(request.model)
         is_chosen = not is_continued and (rollout is None or self._has_both(rollout))
-        assert isinstance(request.sampling, Sampling)
+        assert isinstance(request.sampling, ScriptedSampling)
         models = tuple(self._found(found))
         script_key = request.sampling.script_key
         return Told(script_key, request.model, session, models, rollout, is_continued, is_chosen)
@@ -135,8 +135,8 @@ class SimEdge:
         is_withdrawn = any(model.withdrawn for model in self.fleet.models if model.name == rollout.old)
         return self.knows(rollout.old) and self.knows(rollout.new) and not is_withdrawn
 
-    def heirs(self, passed: Sequence[tuple[str, KvloomError]]) -> Sequence[str]:
-        return list(heirs(passed, self._catalogue.by_name))
+    def fallback_models(self, passed: Sequence[tuple[str, KvloomError]]) -> Sequence[str]:
+        return list(fallback_models(passed, self._catalogue.by_name))
 
     def versions_of(self, name: str, key: str) -> Sequence[str]:
         if name not in self.routes.by_name:

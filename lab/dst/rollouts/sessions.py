@@ -11,11 +11,11 @@ import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom_common.models.model_routes import FALLBACK_REASONS
-from kvloom_common.models.succession import error_to_tell
+from kvloom_common.models.succession import error_to_report
 from lab.dst.environment import Environment
-from lab.dst.nodes.client import Answer
+from lab.dst.nodes.client import ObservedAnswer
 from lab.dst.rollouts.edge import SimEdge
-from lab.dst.script import Sampling
+from lab.dst.script import ScriptedSampling
 from lab.dst.told import Told
 from router.core.events import Request
 
@@ -32,13 +32,13 @@ class Pending:
     """Choices that have not ended."""
     has_begun: bool = False
     """True when the client has something of an answer, so that no other model may take the request."""
-    failed: list[Answer] = dataclasses.field(default_factory=list)
+    failed: list[ObservedAnswer] = dataclasses.field(default_factory=list)
     passed: list[tuple[str, KvloomError]] = dataclasses.field(default_factory=list)
     """The models that could not take the request before, and why."""
 
     def next_models(self) -> tuple[str, ...]:
         """Those that may take the request after the one that it was sent to."""
-        return self.told.models[1:] or tuple(self.edge.heirs(self.passed))
+        return self.told.models[1:] or tuple(self.edge.fallback_models(self.passed))
 
 
 class Sessions:
@@ -70,7 +70,7 @@ class Sessions:
         self._pending[key] = Pending(edge, told, len(request.choices), passed=passed)
         return msgspec.structs.replace(request, model=told.models[0])
 
-    def note_end(self, answer: Answer) -> Pending | None:
+    def note_end(self, answer: ObservedAnswer) -> Pending | None:
         """A choice has ended. Returns the request if it failed as a whole and another model may take it."""
         key = (answer.request.client_id, answer.request.choices[0].slot)
         pending, finish = self._pending.get(key), answer.finish
@@ -88,7 +88,7 @@ class Sessions:
             pending.passed.append((pending.told.models[0], finish.error))
             if pending.next_models():
                 return pending
-            told_error = error_to_tell(pending.passed)
+            told_error = error_to_report(pending.passed)
         for one in pending.failed:
             error = told_error or (None if one.finish is None else one.finish.error)
             if error is not None:
@@ -97,7 +97,7 @@ class Sessions:
 
     def pass_on(self, pending: Pending, request: Request) -> Request:
         """The request as the edge sends it to the next model. `request` has its own id and slots."""
-        assert isinstance(request.sampling, Sampling)
+        assert isinstance(request.sampling, ScriptedSampling)
         sampling = dataclasses.replace(request.sampling, script_key=request.request_id)
         told = dataclasses.replace(
             pending.told, script_key=request.request_id, models=pending.next_models(), is_chosen=False

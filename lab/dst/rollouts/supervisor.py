@@ -11,7 +11,7 @@ from kvloom_common.discovery.records import RolloutRecord
 from lab.dst.environment import Environment
 from lab.dst.rollouts.metering import SimMetering
 from lab.dst.rollouts.registry import RolloutClient, RolloutStore
-from lab.dst.rollouts.versions import Machine, SimVersions
+from lab.dst.rollouts.versions import RolloutMachine, SimVersions
 from lab.dst.scenario import ShardShape
 from lab.dst.virtual_loop import VirtualLoop
 from tools.supervisor.rollout.announcement import RolloutAnnouncement
@@ -21,7 +21,7 @@ from tools.supervisor.rollout.state import RolloutState
 
 
 @dataclasses.dataclass(slots=True)
-class Running:
+class SimulatedRollout:
     """A rollout that has not ended."""
 
     old: ModelConfig
@@ -37,7 +37,7 @@ class SimSupervisor:
     def __init__(
         self,
         env: Environment,
-        machine: Machine,
+        machine: RolloutMachine,
         rng: random.Random,
         store: RolloutStore,
         serving: dict[str, ModelConfig],
@@ -53,7 +53,7 @@ class SimSupervisor:
         self._make_metering = make_metering
         self._num_begun = 0
         self._loop = VirtualLoop(env.timeline)
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, SimulatedRollout] = {}
         """By name."""
         self.is_starting = False
         """True when it was killed and its shards have not come back."""
@@ -73,13 +73,13 @@ class SimSupervisor:
         versions = self._make_versions(old.name, new.name)
         rollout = Rollout(plan, state, versions, announcement, self._make_metering(), self._note)
         shapes = [shard.shape for shard in versions.shards_of(old.name)]
-        running = self.running[plan.name] = Running(old, new, shapes, versions, rollout)
+        running = self.running[plan.name] = SimulatedRollout(old, new, shapes, versions, rollout)
         self._loop.start(rollout.run()).add_done_callback(lambda _task: self._end(plan.name, running))
 
     def _note(self, text: str) -> None:
         self._env.record_note("supervisor", text)
 
-    def _end(self, name: str, running: Running) -> None:
+    def _end(self, name: str, running: SimulatedRollout) -> None:
         if self.running.get(name) is not running:
             return  # killed meanwhile
         del self.running[name]
@@ -130,7 +130,7 @@ class SimSupervisor:
             self._env.checks.on_rollout_ended(name, one.old.name, self._env.timeline.now)
         self._env.timeline.after(self._rng.random() * 0.6, self._start_again, list(running.values()))
 
-    def _start_again(self, before: list[Running]) -> None:
+    def _start_again(self, before: list[SimulatedRollout]) -> None:
         for one in before:
             here = one.versions.shards_of(one.old.name)
             for shard in here:

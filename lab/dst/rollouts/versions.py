@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from lab.dst.environment import Environment
-from lab.dst.nodes.shard import SimShard
+from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.rollouts.edge import SimEdge
 from lab.dst.scenario import ShardShape
 from lab.dst.unloading import withdraw
@@ -23,22 +23,22 @@ _MAX_LOAD_SECONDS: Final = 5.0
 OnStep = Callable[[str], None]
 
 
-class Machine(Protocol):
+class RolloutMachine(Protocol):
     """Where the shards are started and stopped."""
 
     @property
-    def shards(self) -> Sequence[SimShard]: ...
+    def shards(self) -> Sequence[SimulatedShard]: ...
 
     def add_shard(self, shape: ShardShape) -> None: ...
 
-    def remove_shard(self, shard: SimShard) -> None: ...
+    def remove_shard(self, shard: SimulatedShard) -> None: ...
 
 
 class SimVersions:
     """See tools.supervisor.rollout.rollout.Versions. The new version has as many shards as the old one."""
 
     def __init__(
-        self, env: Environment, machine: Machine, rng: random.Random, edge: SimEdge, old: str, new: str
+        self, env: Environment, machine: RolloutMachine, rng: random.Random, edge: SimEdge, old: str, new: str
     ) -> None:
         """`edge`: that of the machine."""
         self._env = env
@@ -50,7 +50,7 @@ class SimVersions:
         self._incarnations: dict[str, int] = {}
         """By shard of the new version, when it was served."""
 
-    def shards_of(self, model: str) -> list[SimShard]:
+    def shards_of(self, model: str) -> list[SimulatedShard]:
         return [shard for shard in self._machine.shards if shard.shape.model == model]
 
     async def load_new(self, on_step: OnStep) -> None:
@@ -89,7 +89,7 @@ class SimVersions:
             self._env.checks.on_shard_stopped(shard)
             self._machine.remove_shard(shard)
 
-    async def _drained(self, shard: SimShard) -> None:
+    async def _drained(self, shard: SimulatedShard) -> None:
         """Return when nothing runs there any more. Nothing begins there, since it drains."""
         while shard.engine.sequences:  # noqa: ASYNC110  (an engine sets no event)
             await asyncio.sleep(POLL_SECONDS)

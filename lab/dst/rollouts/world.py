@@ -15,7 +15,7 @@ from lab.dst.rollouts.metering import RouterCounters, SimMetering
 from lab.dst.rollouts.registry import RolloutStore
 from lab.dst.rollouts.sessions import Sessions
 from lab.dst.rollouts.supervisor import SimSupervisor
-from lab.dst.rollouts.versions import Machine, SimVersions
+from lab.dst.rollouts.versions import RolloutMachine, SimVersions
 from lab.dst.views import RouterProcess
 from router.core.actions import FleetChanged, RequestEnded
 from tools.supervisor.rollout.plan import RolloutPlan
@@ -23,13 +23,13 @@ from tools.supervisor.rollout.plan import RolloutPlan
 NUM_EDGES: Final = (1, 2, 3)
 
 
-class Rollouts:
+class SimulatedRollouts:
     """Its random numbers are its own."""
 
     def __init__(
         self,
         env: Environment,
-        machine: Machine,
+        machine: RolloutMachine,
         routers: Callable[[], Sequence[RouterProcess]],
         registry: SimRegistry,
     ) -> None:

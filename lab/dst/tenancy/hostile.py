@@ -1,5 +1,5 @@
 """Clients outside the fabric that claim what suits them: that an answer was begun, how much of it they have, tickets of
-other answers, again and again. What a router makes of that is what its intake makes of it (router/intake.py).
+other answers, again and again. A router makes of that what its validator makes of it (router/request_validator.py).
 
 In a part of the seeds with limits, one of the tenants consists of such clients.
 """
@@ -16,7 +16,7 @@ import msgspec
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret
 from lab.dst import script
-from lab.dst.script import Sampling
+from lab.dst.script import ScriptedSampling
 from router.continuation_tickets import ContinuationTickets
 from router.core.actions import RequestEnded
 from router.core.events import ChoiceSpec, Request
@@ -27,7 +27,7 @@ _REPEATED_SHARE: Final = 0.65
 _SEALER: Final = SecretSealer(FabricSecret(b"i" * 32, (b"s" * 32,)))
 
 
-class HostileTenant:
+class SimulatedHostileTenant:
     """`clock` gives virtual time. Draws from a generator of its own."""
 
     def __init__(self, seed: int, tenants: Sequence[str], clock: Any) -> None:
@@ -84,7 +84,7 @@ class HostileTenant:
         return msgspec.structs.replace(again, answer_id=f"answer-{self._num_answers}", num_claimed_tokens=num_claimed)
 
     def _spec(self, request: Request, index: int, slot: int) -> ChoiceSpec:
-        assert isinstance(request.sampling, Sampling)
+        assert isinstance(request.sampling, ScriptedSampling)
         tokens = script.answer(request.sampling.script_key, index)
         most = min(len(tokens), request.max_tokens or len(tokens))
         count = self.rng.choice((0, 1, 1, self.rng.randint(0, most), most)) if most else 0
@@ -104,5 +104,5 @@ class HostileTenant:
 
 def _digest(request: Request) -> str:
     """Returns a digest of what determines the answer; see digest_of in router/continuation_tickets.py."""
-    assert isinstance(request.sampling, Sampling)
+    assert isinstance(request.sampling, ScriptedSampling)
     return f"{request.tenant} {request.key_id} {request.sampling.script_key}"

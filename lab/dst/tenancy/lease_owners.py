@@ -67,7 +67,7 @@ class RateOwner:
         self.slots.clear()
 
 
-class Budget:
+class SimulatedBudget:
     """One budget. What was granted counts as spent until it is returned or its use is reported."""
 
     def __init__(self, limit: int) -> None:
@@ -108,10 +108,10 @@ class BudgetOwner:
     """`control`, whose database loses nothing."""
 
     def __init__(self) -> None:
-        self.budgets: dict[LeaseName, Budget] = {}
+        self.budgets: dict[LeaseName, SimulatedBudget] = {}
 
     def lease(self, router: str, want: LeaseWant) -> LeaseGrant:
         budget = self.budgets.get(want.name)
         if budget is None:
-            budget = self.budgets[want.name] = Budget(want.limit)
+            budget = self.budgets[want.name] = SimulatedBudget(want.limit)
         return budget.lease(router, want)

@@ -17,8 +17,8 @@ from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from kvloom_common.tenancy.limits import Limits, limits_to_proto
 from kvloom_common.tenancy.prices import Price
 from kvloom_common.tenancy.table import TenantTable
-from lab.dst.tenancy.hostile import HostileTenant
-from lab.dst.tenancy.lease_owners import Budget, BudgetOwner, RateOwner
+from lab.dst.tenancy.hostile import SimulatedHostileTenant
+from lab.dst.tenancy.lease_owners import BudgetOwner, RateOwner, SimulatedBudget
 from router.core.actions import LeasesWanted, RequestEnded
 from router.core.events import Event, LeasesGranted, Request
 from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
@@ -71,7 +71,7 @@ class SimLimits:
         self.num_faults = 0
         """Those after which rates may be exceeded."""
         self.is_calm = True
-        self.hostile = HostileTenant(seed, tenants, lambda: NOON + timeline.now)
+        self.hostile = SimulatedHostileTenant(seed, tenants, lambda: NOON + timeline.now)
         self._kind = self.rng.choice(("rates", "budgets", "budgets", "both"))
         self._fill_table(tenants)
         share = self.rng.choice((0.0, 0.5, 1.0))
@@ -124,7 +124,7 @@ class SimLimits:
             if budget is not None:
                 budget.record(node.name, charge.own)
 
-    def budget(self, name: LeaseName) -> Budget | None:
+    def budget(self, name: LeaseName) -> SimulatedBudget | None:
         return self.budgets.budgets.get(name)
 
     def _answer(self, node: LimitedRouter, wants: Sequence[LeaseWant], is_budget: bool) -> None:

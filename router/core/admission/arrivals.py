@@ -9,8 +9,8 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, 
 from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
-from router.core.admission.held_requests import HeldRequests
 from router.core.admission.objectives_guard import ObjectivesGuard
+from router.core.admission.requests_awaiting_lease import RequestsAwaitingLease
 from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -19,13 +19,13 @@ from router.core.dispatch.refusals import check_names, check_servable, safety_un
 from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
-from router.core.live import Client, LiveRequest
+from router.core.live import LiveRequest, StreamClient
 from router.core.objectives import LiveObjectives
 from router.core.placement.placer import Placer
 from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
-from router.core.request_end import End
+from router.core.request_end import RequestEnd
 from router.core.request_usage import UsageMeter
 
 
@@ -43,7 +43,7 @@ class Arrivals:
         verdicts: Verdicts,
         deadlines: Deadlines,
         action_buffer: ActionBuffer,
-        limits: HeldRequests | None = None,
+        limits: RequestsAwaitingLease | None = None,
         brownout: Brownout | None = None,
     ) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class Arrivals:
         self._deadlines = deadlines
         self._action_buffer = action_buffer
         self._meters_usage = config.meters_usage
-        self._max_held_tokens = config.max_held_tokens
+        self._max_held_tokens = config.max_uncleared_tokens
         self._limits = limits
         self._guard = ObjectivesGuard(placer, self._queue, overload)
         self._brownout = brownout
@@ -111,10 +111,10 @@ class Arrivals:
                 return
         self._begin(live, client, False, now)
 
-    def _begin(self, live: LiveRequest, client: Client, was_held: bool, now: float) -> None:
+    def _begin(self, live: LiveRequest, client: StreamClient, was_held: bool, now: float) -> None:
         """The request is admitted, if it has a place: it is queued."""
         request = live.request
-        live.max_held_tokens = max(1, self._max_held_tokens // len(request.choices))
+        live.max_uncleared_tokens = max(1, self._max_held_tokens // len(request.choices))
         asked = request.max_tokens or math.inf
         limit = live.capped(asked)
         if limit < asked:
@@ -216,13 +216,13 @@ class Arrivals:
     def _refuse(
         self,
         request: Request,
-        client: Client,
+        client: StreamClient,
         error: KvloomError,
         now: float,
         objectives: LiveObjectives | None = None,
     ) -> None:
         step = self._action_buffer.step(client)
-        error = error.ended(End.REJECTED.value)
+        error = error.ended(RequestEnd.REJECTED.value)
         num_prompt_tokens = len(request.prompt_token_ids)
         for slot in dict.fromkeys(choice.slot for choice in request.choices):
             if slot not in client.choices:

@@ -15,7 +15,7 @@ from router.core.actions import BrownoutStepChanged, RequestDegraded
 from router.core.brownout.controller import BrownoutController, StepChange
 from router.core.brownout.ladder import Ladder, degradation, refusal, refused
 from router.core.degradation import Degradation
-from router.core.events import Request, Tier
+from router.core.events import Request, TierRank
 from router.core.live import LiveRequest
 
 OVERLOADED: Final = frozenset({ErrorReason.ERROR_REASON_QUEUE_FULL, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT})
@@ -70,7 +70,7 @@ class Brownout:
         step = self._steps.get(request.model)
         return None if step is None else degradation(request, self._ladder.effects(step, request.tier), step)
 
-    def prefers_others(self, model: str, tier: Tier) -> bool:
+    def prefers_others(self, model: str, tier: TierRank) -> bool:
         """True when a request that names several models should go to another one, if that is ready."""
         step = self._steps.get(model)
         return step is not None and self._ladder.effects(step, tier).smaller_model
@@ -97,7 +97,7 @@ class Brownout:
         return self._controller.next_deadline()
 
     def _observe(self, request: Request, now: float, *, is_good: bool) -> None:
-        if request.tier is not Tier.INTERACTIVE or request.pooling is not None or request.is_continued:
+        if request.tier is not TierRank.INTERACTIVE or request.pooling is not None or request.is_continued:
             return
         change = self._controller.observe(request.model, now, is_good=is_good)
         if change is not None:

@@ -10,9 +10,9 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import BrownoutStepConfig
 from router.core.degradation import Degradation
-from router.core.events import Request, Tier
+from router.core.events import Request, TierRank
 
-TIERS: Final = {"interactive": Tier.INTERACTIVE, "batch": Tier.BATCH}
+TIERS: Final = {"interactive": TierRank.INTERACTIVE, "batch": TierRank.BATCH}
 """By their names in the configuration. The router's own requests are in no tier that a step concerns."""
 
 
@@ -51,7 +51,7 @@ class Ladder:
     """The effects of every step for every tier, added up."""
 
     def __init__(self, steps: Sequence[BrownoutStepConfig]) -> None:
-        self._effects: dict[tuple[int, Tier], Effects] = {}
+        self._effects: dict[tuple[int, TierRank], Effects] = {}
         for name, tier in TIERS.items():
             effects = NO_EFFECTS
             for number, step in enumerate(steps, start=1):
@@ -59,7 +59,7 @@ class Ladder:
                     effects = effects.with_step(step, name)
                 self._effects[number, tier] = effects
 
-    def effects(self, step: int, tier: Tier) -> Effects:
+    def effects(self, step: int, tier: TierRank) -> Effects:
         return self._effects.get((step, tier), NO_EFFECTS)
 
 

@@ -16,12 +16,12 @@ from router.core.actions import AnswerResampled, CancelOnShard, PlacementDecided
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PrefillChunkSettings, preparing
-from router.core.dispatch.prefill_legs import HandoffAbilities, PrefillLegs
+from router.core.dispatch.prefill_handoffs import HandoffAbilities, PrefillHandoffs
 from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, Copy, PrefixCopies
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, Request
 from router.core.fleet.fleet import BATCH_INVARIANT, SEEDED_RESUME, Fleet, Shard
-from router.core.live import Attempt, Choice, LiveRequest, Split
+from router.core.live import Attempt, Choice, LiveRequest, PrefillHandoff
 from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
@@ -51,7 +51,7 @@ class AttemptSender:
         add_deadline: Callable[[float, LiveRequest], None],
     ) -> None:
         self._next_dispatch_number = itertools.count(1).__next__
-        self.legs = PrefillLegs(
+        self.legs = PrefillHandoffs(
             disaggregation,
             handoffs,
             fleet,
@@ -141,7 +141,7 @@ class AttemptSender:
         )
 
     def _take_handoff(
-        self, live: LiveRequest, split: Split, shard: Shard, candidate: Candidate, now: float
+        self, live: LiveRequest, split: PrefillHandoff, shard: Shard, candidate: Candidate, now: float
     ) -> tuple[bytes, Candidate]:
         """The hand-off for an attempt on the shard, if its prefill shard is still there, and the shard as the request
         then sees it."""
@@ -155,7 +155,7 @@ class AttemptSender:
         return handoff, candidate
 
     def begin_prefill_leg(self, live: LiveRequest, candidate: Candidate, now: float) -> bool:
-        """See PrefillLegs.begin."""
+        """See PrefillHandoffs.begin."""
         return self.legs.begin(live, candidate, now)
 
     def _tell_leg(self, live: LiveRequest, shard: Shard, now: float) -> None:

@@ -21,7 +21,7 @@ from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
-from router.core.load.load_view import HeldRequest, LoadView
+from router.core.load.load_view import LoadView, QueuedPlacement
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.placement.predict import predict
@@ -627,7 +627,7 @@ def _parked(live: LiveRequest) -> QueueId:
 def _hold(view: LoadView, live: LiveRequest, own_seconds: float, num_needed_blocks: int) -> None:
     """The request waits for that shard, or what it takes there is something else by now."""
     request = live.request
-    view.held[request.request_id] = HeldRequest(
+    view.held[request.request_id] = QueuedPlacement(
         own_seconds, live.priority_class.rank, request.tenant, live.num_context_tokens, num_needed_blocks
     )
 

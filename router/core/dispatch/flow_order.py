@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterator
 from typing import Any
 
+from router.core.dispatch.counter_order import CounterOrder
 from router.core.dispatch.service_counters import Flow, ServiceCounters
-from router.core.dispatch.turns import Turns
 from router.core.live import LiveRequest
 
 
@@ -29,7 +29,7 @@ class FlowOrder:
         """How many flows there are of classes of each rank."""
         self._older_at: dict[Flow, float] = {}
         """When the head will have waited for long enough to count as more urgent; without flows that never will."""
-        self._aging = Turns(self._older_at.__getitem__)
+        self._aging = CounterOrder(self._older_at.__getitem__)
 
     def set_head(self, flow: Flow, head: LiveRequest) -> None:
         """This request is the first of its flow now."""
@@ -120,8 +120,8 @@ class _Group:
         self._model = model
         self._class_name = class_name
         self._service = service
-        self._tenants = Turns[str](lambda tenant: service.order((model, class_name), tenant))
-        self._sub_flows: dict[str, Turns[str]] = {}
+        self._tenants = CounterOrder[str](lambda tenant: service.order((model, class_name), tenant))
+        self._sub_flows: dict[str, CounterOrder[str]] = {}
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -131,7 +131,7 @@ class _Group:
         sub_flows = self._sub_flows.get(tenant)
         if sub_flows is None:
             key, service = (self._model, self._class_name, tenant), self._service
-            sub_flows = self._sub_flows[tenant] = Turns[str](lambda fairness_id: service.order(key, fairness_id))
+            sub_flows = self._sub_flows[tenant] = CounterOrder[str](lambda fairness_id: service.order(key, fairness_id))
             self._tenants.add(tenant)
         sub_flows.add(flow.fairness_id)
 

@@ -182,7 +182,7 @@ class OverloadGuard:
 
     def refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
         """The reason why the request would wait in vain; None when it would not, or when that is not known."""
-        if not self._config.sheds_early:
+        if not self._config.sheds_load_early:
             return None
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
@@ -221,7 +221,7 @@ class OverloadGuard:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
         limit = live.priority_class.max_queue_seconds
         latest = min(deadline, now + (self._max_queue_seconds if limit is None else limit))
-        if self._config.sheds_early:
+        if self._config.sheds_load_early:
             measured = self._models.get(live.request.model)
             if measured is not None:
                 latest = min(latest, deadline - measured.service_seconds(live.request.max_tokens))

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
 from router.core.fleet.fleet import Fleet
-from router.core.live import Client, LiveRequest
+from router.core.live import LiveRequest, StreamClient
 
 MAX_BLOCKS: Final = 2**24
 """KV blocks of one shard: some 200 times as many as eight GPUs hold in blocks of 16 tokens."""
@@ -98,7 +98,7 @@ def check_shard(shard: ShardDescription) -> None:
         raise protocol_violation(f"Shard {shard.shard_id!r} names sizes that no engine has.")
 
 
-def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:
+def check_names(request: Request, client: StreamClient, live: Container[str]) -> KvloomError | None:
     """Checks that the request's id and slots are free. `live` has the ids that are not."""
     if request.request_id in live:
         return KvloomError(

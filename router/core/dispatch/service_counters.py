@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from router.core.dispatch.turns import Turns
+from router.core.dispatch.counter_order import CounterOrder
 from router.core.fleet.fleet import Shard
 from router.core.live import Choice, LiveRequest
 from router.core.priority_classes import PriorityClass
@@ -55,7 +55,7 @@ class VirtualCounters:
         self._service: dict[str, float] = {}
         self._num_waiting: dict[str, int] = {}
         """How many requests of each name wait; names without any are absent."""
-        self._waiting = Turns(self._service.__getitem__)
+        self._waiting = CounterOrder(self._service.__getitem__)
         """These names."""
         self._last = ""
         """The name whose request was dispatched, or left, last."""

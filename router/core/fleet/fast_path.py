@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from kvloom.router_link.deferred_token_log import DeferredTokenLog
 from router.core.events import TextFilter
-from router.core.live import Choice, Client
+from router.core.live import Choice, StreamClient
 
 
 class FastPath:
@@ -26,9 +26,9 @@ class FastPath:
         self._choices = choices
         self.client_slots: dict[int, int] = {}
         """Shard slot → client slot."""
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, StreamClient] = {}
         """Shard slot → client."""
-        self.only_client: Client | None = None
+        self.only_client: StreamClient | None = None
         """The client of all these sequences; None: they have several clients, or there are none."""
         self.cleared_by: TextFilter | None = None
         """The filter that clears their text; None: they are not screened."""

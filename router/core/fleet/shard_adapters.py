@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvloom.adapters import Adapter
-from router.core.events import AdapterState
+from router.core.events import ShardAdapter
 
 GUESSED_LOAD_SECONDS: Final = 0.1
 """How long a load takes until the shard has measured one: enough that requests for an adapter stay together."""
@@ -18,13 +18,13 @@ class ShardAdapters:
     __slots__ = ("_load_seconds", "_loaded_at", "_states")
 
     def __init__(self) -> None:
-        self._states: dict[str, AdapterState] = {}
+        self._states: dict[str, ShardAdapter] = {}
         self._loaded_at: dict[str, float] = {}
         """When adapters that are being loaded are expected to be there."""
         self._load_seconds = GUESSED_LOAD_SECONDS
 
     @property
-    def states(self) -> Iterable[AdapterState]:
+    def states(self) -> Iterable[ShardAdapter]:
         return self._states.values()
 
     def has(self, adapter: Adapter) -> bool:
@@ -44,7 +44,7 @@ class ShardAdapters:
         if not self._states[adapter.name].loaded:
             self._loaded_at.setdefault(adapter.name, now + self._load_seconds)
 
-    def report(self, states: Sequence[AdapterState], load_seconds: float, now: float) -> bool:
+    def report(self, states: Sequence[ShardAdapter], load_seconds: float, now: float) -> bool:
         """The shard now has these adapters. Returns whether one that it had is gone, or has become another one."""
         before, self._states = self._states, {state.name: state for state in states}
         self._load_seconds = load_seconds or GUESSED_LOAD_SECONDS

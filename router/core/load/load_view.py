@@ -65,7 +65,7 @@ class Reservation(msgspec.Struct, frozen=True):
         return self.num_prefill_tokens + self.num_cached_tokens
 
 
-class HeldRequest(NamedTuple):
+class QueuedPlacement(NamedTuple):
     """A request that waits in the router for a shard."""
 
     own_seconds: float
@@ -77,7 +77,7 @@ class HeldRequest(NamedTuple):
     """KV blocks that have to be free for it."""
 
 
-class QueuedPlacements(dict[str, HeldRequest]):
+class QueuedPlacements(dict[str, QueuedPlacement]):
     """The requests that wait in the router for one shard, by request_id, with their sums. These are computed again only
     after a change: each placement asks for them on each shard. Only the methods below change it."""
 
@@ -87,11 +87,11 @@ class QueuedPlacements(dict[str, HeldRequest]):
         super().__init__()
         self._sums: tuple[list[float], float, int, int] | None = None
 
-    def __setitem__(self, request_id: str, held: HeldRequest) -> None:
+    def __setitem__(self, request_id: str, held: QueuedPlacement) -> None:
         self._sums = None
         super().__setitem__(request_id, held)
 
-    def pop(self, request_id: str) -> HeldRequest:  # type: ignore[override]
+    def pop(self, request_id: str) -> QueuedPlacement:  # type: ignore[override]
         self._sums = None
         return super().pop(request_id)
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
+from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class EctWeights:
 
 MAX_UTILISATION: Final = 0.9
 """Beyond it the busy period no longer decides."""
-DEFAULT_HOLD: Final = QueueHoldPolicy(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
+DEFAULT_HOLD: Final = BacklogPolicy(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
 
 
 class Ect(Policy):
@@ -64,7 +64,7 @@ class Ect(Policy):
         "adapter",
     )
 
-    def __init__(self, weights: EctWeights | None = None, hold: QueueHoldPolicy | None = DEFAULT_HOLD) -> None:
+    def __init__(self, weights: EctWeights | None = None, hold: BacklogPolicy | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
         factor = 1.0 + self._weights.lost_capacity

@@ -18,11 +18,11 @@ from router.core.events import ShardDescription
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
-from router.core.load.load_view import HeldRequest, LoadView
+from router.core.load.load_view import LoadView, QueuedPlacement
 from router.core.load.speed_model import PrefillWork
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
-from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
+from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, Policy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
 
@@ -90,7 +90,7 @@ class Placer:
         """The scores of the last pick."""
 
     @property
-    def hold(self) -> QueueHoldPolicy | None:
+    def hold(self) -> BacklogPolicy | None:
         return self._policy.hold
 
     def has_room(self, shard: Shard, live: LiveRequest) -> bool:
@@ -587,7 +587,7 @@ def _see_others(candidate: Candidate, shard: Shard, view: LoadView, class_rank: 
         _see_held(candidate, view.held.values(), class_rank, tenant)
 
 
-def _see_held(candidate: Candidate, all_held: Iterable[HeldRequest], class_rank: int, tenant: str) -> None:
+def _see_held(candidate: Candidate, all_held: Iterable[QueuedPlacement], class_rank: int, tenant: str) -> None:
     """Notes in the candidate what waits in the router for the shard. Tenants take turns, so that while the request
     waits, each other one is served no more than its own."""
     own_held: list[float] = []

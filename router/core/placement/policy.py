@@ -112,7 +112,7 @@ class Arrival(msgspec.Struct, frozen=True):
     """Hashes of the prompt's full blocks, of the first candidate's block size."""
 
 
-class QueueHoldPolicy(msgspec.Struct, frozen=True):
+class BacklogPolicy(msgspec.Struct, frozen=True):
     """Lets requests wait in the router while their shard has enough to do; the shortest prefill goes first.
 
     A shard gets more when its queued prefill is below either bound: more than the round trip takes, so that it never
@@ -134,7 +134,7 @@ class Policy(abc.ABC):
 
     terms: tuple[str, ...]
     """Names of the terms of a cost."""
-    hold: QueueHoldPolicy | None = None
+    hold: BacklogPolicy | None = None
     """None: placed requests are sent at once."""
     floor: Callable[[float], float] | None = None
     """The least that a shard costs whose prefill of the request takes so many seconds, beside the wait for what is

@@ -26,14 +26,14 @@ from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
 from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
-from router.core.live import Choice, Client, LiveRequest
+from router.core.live import Choice, LiveRequest, StreamClient
 from router.core.objectives import LiveObjectives, ObjectivesOutcome
 from router.core.relay.screening import Screening
 from router.core.request_end import end_of
 from router.core.request_usage import RequestUsage, UsageMeter
 from router.core.tenancy.limiter import Limiter
 from router.core.tenancy.request_charge import RequestCharge
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 
 RETRYABLE_REASONS: Final = frozenset(
     {
@@ -64,7 +64,7 @@ class Lifecycle:
         brownout: Brownout | None = None,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, StreamClient] = {}
         self._fleet = fleet
         self._attempt_sender = attempt_sender
         self._service = attempt_sender.service
@@ -74,18 +74,18 @@ class Lifecycle:
         self._limiter = limiter
         self._brownout = brownout
 
-    def client(self, client_id: str) -> Client:
+    def client(self, client_id: str) -> StreamClient:
         client = self.clients.get(client_id)
         if client is None:
-            client = self.clients[client_id] = Client(client_id)
+            client = self.clients[client_id] = StreamClient(client_id)
         return client
 
-    def add(self, live: LiveRequest, client: Client) -> None:
+    def add(self, live: LiveRequest, client: StreamClient) -> None:
         self.requests[live.request.request_id] = live
         for choice in live.choices:
             client.choices[choice.client_slot] = choice
 
-    def drop_idle_clients(self, clients: Iterable[Client]) -> None:
+    def drop_idle_clients(self, clients: Iterable[StreamClient]) -> None:
         """Clients are kept only while they have live choices."""
         for client in clients:
             if not client.choices:
@@ -145,7 +145,7 @@ class Lifecycle:
             if withheld.finish is not None:
                 self._end(choice, withheld.finish, now)
 
-    def release_start(self, choice: Choice, withheld: WithheldOutput, now: float) -> None:
+    def release_start(self, choice: Choice, withheld: UnclearedOutput, now: float) -> None:
         """Send the start, because text that may be shown follows it."""
         if withheld.start is not None:
             self._send_start(choice, withheld.start, now)

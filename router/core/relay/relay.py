@@ -15,11 +15,11 @@ from router.core.dispatch.refusals import safety_unavailable
 from router.core.events import TextFilter
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish, Step
-from router.core.live import Choice, Client
+from router.core.live import Choice, StreamClient
 from router.core.load.load_ledger import LoadLedger
 from router.core.relay.lifecycle import RETRYABLE_REASONS, Lifecycle
 from router.core.relay.screening import Screening
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 
 _NONE: Final = ()
 
@@ -177,13 +177,13 @@ class Relay:
             return True
         withheld.entries.append(((token_id,), delta, choice.num_chars, _NONE))
         withheld.num_tokens += 1
-        if withheld.num_tokens > choice.request.max_held_tokens:
+        if withheld.num_tokens > choice.request.max_uncleared_tokens:
             overfull.append(choice)
         elif withheld.num_clear_chars == choice.num_chars:
             self._lifecycle.settle(choice, now)
         return False
 
-    def _passes_screening(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
+    def _passes_screening(self, choice: Choice, withheld: UnclearedOutput, delta: str, *, is_plain: bool) -> bool:
         """Have new text screened, unless the prefilter clears it. Returns whether it can go straight to the client."""
         if choice.is_screened and delta and not self._screening.clear(choice, withheld, delta, is_plain=is_plain):
             self._screening.send(choice, delta)
@@ -221,7 +221,7 @@ class Relay:
                 continue
             withheld.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
             withheld.num_tokens += count
-            if withheld.num_tokens > choice.request.max_held_tokens:
+            if withheld.num_tokens > choice.request.max_uncleared_tokens:
                 overfull.append(choice)
             elif withheld.num_clear_chars == choice.num_chars:
                 self._lifecycle.settle(choice, now)
@@ -272,9 +272,9 @@ class Relay:
         self._lifecycle.finish(choice, client_finish, now)
 
 
-def _by_client(clients: Iterable[Client], client_slots: Sequence[int], step: Step) -> list[Action]:
+def _by_client(clients: Iterable[StreamClient], client_slots: Sequence[int], step: Step) -> list[Action]:
     """One step per client; `clients` has the client of each entry."""
-    own_steps: dict[Client, Step] = {}
+    own_steps: dict[StreamClient, Step] = {}
     for client, slot, token_id, delta in zip(clients, client_slots, step.token_ids, step.deltas, strict=True):
         own = own_steps.get(client)
         if own is None:

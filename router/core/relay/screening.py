@@ -10,7 +10,7 @@ from router.core.actions import CheckPrompt
 from router.core.events import TextFilter
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Choice, LiveRequest
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 
 _SEPARATOR: Final = "\0"
 
@@ -98,7 +98,7 @@ class Screening:
             return None
         return prefilter
 
-    def clear(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
+    def clear(self, choice: Choice, withheld: UnclearedOutput, delta: str, *, is_plain: bool) -> bool:
         """Clear a gated answer's newest text (counted in `choice.num_chars`) without the service, if all text before it
         is clear and the prefilter finds nothing in it. `is_plain`: the prefilter has already cleared the whole step."""
         prefilter = self._prefilter
@@ -130,14 +130,14 @@ class Screening:
         self._action_buffer.screen_slots.append(slot)
         self._action_buffer.screen_deltas.append(delta)
 
-    def restart(self, choice: Choice, withheld: WithheldOutput) -> None:
+    def restart(self, choice: Choice, withheld: UnclearedOutput) -> None:
         """The stream that screened the choice has broken. The next stream screens it as a new answer whose cleared text
         is skipped."""
         choice.screening_slot = None
         choice.num_skipped_chars = withheld.num_clear_chars or 0
         choice.last_skipped_char, _ = withheld.unclear()
 
-    def resend(self, choice: Choice, withheld: WithheldOutput) -> None:
+    def resend(self, choice: Choice, withheld: UnclearedOutput) -> None:
         """Send everything that is withheld and not clear over a new stream."""
         _, text = withheld.unclear()
         if text:

@@ -13,7 +13,7 @@ from router.core.events import SHADOW_TIER, AnswersScreened, PromptVerdict
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.screening import Screening
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 
 DEFAULT_MESSAGE = "The safety policy does not allow this content."
 RULE_FAILED = "A rule of the safety policy cannot be applied to this request"
@@ -59,7 +59,7 @@ class Verdicts:
         for choice in live.choices:
             choice.is_screened = is_screened
             if is_gated or live.prompt_verdict_open:
-                choice.withheld = WithheldOutput(0 if is_gated else None)
+                choice.withheld = UnclearedOutput(0 if is_gated else None)
 
     def on_prompt(self, verdict: PromptVerdict, now: float) -> None:
         live = self._screening.take_check(verdict.check_id)
@@ -154,7 +154,7 @@ class Verdicts:
         live.prompt_verdict_open = True
         for choice in live.choices:
             choice.is_screened = self._answer_mode != "off"
-            choice.withheld = WithheldOutput(0 if choice.is_screened else None)
+            choice.withheld = UnclearedOutput(0 if choice.is_screened else None)
 
     def _needs_verdict(self, live: LiveRequest) -> bool:
         return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))

@@ -1,7 +1,7 @@
 """The limits of keys, tenants and organisations: who may begin a request now, and how far its answer may go.
 
 Rates and slots belong to all routers together, and so do budgets: a router spends what it has leased of them. Nothing
-here waits for a lease; a request that needs one is held by `admission/held_requests.py` until it arrives.
+here waits for a lease; a request that needs one is held by `admission/requests_awaiting_lease.py` until it arrives.
 
 verdict.py            what a limit says to a request
 rate_lease.py         this router's part of a limit per minute
@@ -16,7 +16,7 @@ request_charge.py     what one request has taken from its accounts
 limit_refusals.py     the errors of requests above a limit
 lease_watch.py        which leases have to be asked for, renewed or given back
 short_path.py         the usual case: everything that a request needs has been leased
-undecided_budgets.py  budgets in shadow mode, which decide when `control` has answered
+dry_run_budgets.py    budgets in shadow mode, which decide when `control` has answered
 side_calls.py         limits of calls that compute no answer
 limiter.py            Limiter, the entry point: admits, refuses, holds and settles
 """

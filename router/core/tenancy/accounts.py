@@ -91,7 +91,7 @@ class Account:
         return lease
 
 
-class AccountBook:
+class AccountTable:
     """The accounts that are in use, by name."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
 from router.core.tenancy.demand import Demand
 from router.core.tenancy.rate_lease import ANSWER_SECONDS, FRESH_SECONDS, RETRY_SECONDS
-from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
+from router.core.tenancy.verdict import READY, WANTED, LimitVerdict, refused
 
 IDLE_SECONDS: Final = 2.0
 """Units that were not reserved for so long are returned, for other routers."""
@@ -74,7 +74,7 @@ class BudgetLease:
         """True when it is time to look whether more is to be leased."""
         return self.free < self._look_below
 
-    def verdict(self, need: int, now: float) -> Verdict:
+    def verdict(self, need: int, now: float) -> LimitVerdict:
         if self.free >= need:
             return READY
         self._last_need = need

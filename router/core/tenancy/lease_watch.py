@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from router.core.lease_messages import LeaseWant
-from router.core.tenancy.accounts import AccountBook, Lease
+from router.core.tenancy.accounts import AccountTable, Lease
 from router.core.tenancy.limit_plans import LimitPlans
 
 SWEEP_SECONDS: Final = 0.5
@@ -14,7 +14,7 @@ SWEEP_SECONDS: Final = 0.5
 
 
 class LeaseWatch:
-    def __init__(self, book: AccountBook, plans: LimitPlans) -> None:
+    def __init__(self, book: AccountTable, plans: LimitPlans) -> None:
         self._book = book
         self._plans = plans
         self.touched: dict[int, Lease] = {}

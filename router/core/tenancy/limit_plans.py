@@ -9,7 +9,7 @@ from datetime import date
 from typing import Final, NamedTuple
 
 from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
-from router.core.tenancy.accounts import AccountBook
+from router.core.tenancy.accounts import AccountTable
 from router.core.tenancy.limit_plan import LimitPlan
 
 MAX_PLANS: Final = 8192
@@ -42,7 +42,7 @@ class _Known:
 
 
 class LimitPlans:
-    def __init__(self, book: AccountBook, seconds_since_1970: Callable[[float], float]) -> None:
+    def __init__(self, book: AccountTable, seconds_since_1970: Callable[[float], float]) -> None:
         """`seconds_since_1970` converts the core's time."""
         self._book = book
         self._seconds_since_1970 = seconds_since_1970

@@ -13,10 +13,11 @@ from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState, RateState
 from kvloom_common.tenancy.prices import FREE, Price
 from kvloom_common.tenancy.table import TenantTable
-from router.core.events import SHADOW_TIER, LeasesGranted, Request, Tier
+from router.core.events import SHADOW_TIER, LeasesGranted, Request, TierRank
 from router.core.expected_output import ExpectedOutput
 from router.core.lease_messages import LeaseKind, LeaseWant, LimitCount
-from router.core.tenancy.accounts import AccountBook, Lease
+from router.core.tenancy.accounts import AccountTable, Lease
+from router.core.tenancy.dry_run_budgets import DryRunBudgets
 from router.core.tenancy.lease_watch import LeaseWatch
 from router.core.tenancy.limit_plan import BudgetLimit, LimitPlan
 from router.core.tenancy.limit_plans import LimitPlans
@@ -33,7 +34,6 @@ from router.core.tenancy.request_charge import RateNeed, RequestCharge
 from router.core.tenancy.short_path import take_if_leased
 from router.core.tenancy.side_calls import SideCalls
 from router.core.tenancy.slot_lease import SlotLease
-from router.core.tenancy.undecided_budgets import UndecidedBudgets
 
 HOLD_SECONDS: Final = 1.0
 """How long a request waits for a lease. Then the router decides with what it has."""
@@ -47,12 +47,12 @@ class Limiter:
 
     def __init__(self, table: Callable[[], TenantTable], seconds_since_1970: Callable[[float], float]) -> None:
         self.table = table
-        self._book = AccountBook()
+        self._book = AccountTable()
         self._plans = LimitPlans(self._book, seconds_since_1970)
         self._seconds_since_1970 = seconds_since_1970
         self._expected = ExpectedOutput()
         self._watch = LeaseWatch(self._book, self._plans)
-        self._undecided = UndecidedBudgets(self._watch, self._count)
+        self._undecided = DryRunBudgets(self._watch, self._count)
         self._counts: list[LimitCount] = []
         self._num_routers = 1
         self.side_calls = SideCalls(self._plans, self._watch, lambda: self.table(), self._count, self._state_of)
@@ -79,7 +79,7 @@ class Limiter:
             expected = self._expected.tokens(request.key_id, request.model) * len(request.choices)
             charge.num_expected_tokens = min(expected, charge.most_tokens - charge.num_resumed_tokens)
         if plan.budgets:
-            is_batch = request.tier is Tier.BATCH
+            is_batch = request.tier is TierRank.BATCH
             charge.costs = plan.costs(charge.num_prompt_tokens, charge.price, is_batch=is_batch)
         return charge
 
@@ -168,7 +168,7 @@ class Limiter:
                 lease.on_failure(self._num_routers, now)
                 self._undecided.decide(name, now)
 
-    def has_something_to_say(self, now: float) -> bool:
+    def has_pending_actions(self, now: float) -> bool:
         """True when `take_wants` or `take_counts` may return something: after most events they do not."""
         return bool(self._watch.touched or self._counts) or now >= self._watch.sweep_at
 
@@ -195,7 +195,7 @@ class Limiter:
         return self._num_routers
 
     @property
-    def accounts(self) -> AccountBook:
+    def accounts(self) -> AccountTable:
         """Those that are in use."""
         return self._book
 

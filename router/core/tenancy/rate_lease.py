@@ -14,7 +14,7 @@ from typing import Final
 
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
 from router.core.tenancy.demand import Demand
-from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
+from router.core.tenancy.verdict import READY, WANTED, LimitVerdict, refused
 
 LEASE_SECONDS: Final = 2.0
 """How long leased units may be used. Redis counts them as leased for longer than that."""
@@ -87,7 +87,7 @@ class RateLease:
         """True when so much is leased: nothing else has to be looked at. If not, `verdict` says more."""
         return need <= self.units and need <= self.limit and now < self.expires_at and self.local_at is None
 
-    def verdict(self, need: int, now: float) -> Verdict:
+    def verdict(self, need: int, now: float) -> LimitVerdict:
         need = min(need, self.limit)
         if self.local_at is not None:
             self._fill_local(now)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvloom_common.tenancy.prices import Price
 from kvloom_common.tenancy.usage_record import Charge
-from router.core.events import Request, Tier
+from router.core.events import Request, TierRank
 from router.core.lease_messages import LeaseKind
 from router.core.tenancy.accounts import Lease
 from router.core.tenancy.answer_cost import AnswerCost
@@ -231,7 +231,7 @@ class RequestCharge:
             for one in plan.weights
         ]
         if plan.has_money:
-            is_batch, is_hit = self.request.tier is Tier.BATCH, self.is_result_cache_hit
+            is_batch, is_hit = self.request.tier is TierRank.BATCH, self.is_result_cache_hit
             used.append(
                 self.price.cost_nanos(
                     num_prompt, num_cached_tokens, num_output_tokens, is_batch=is_batch, is_result_cache_hit=is_hit

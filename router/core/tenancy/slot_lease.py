@@ -7,7 +7,7 @@ from typing import Final
 
 from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
 from router.core.tenancy.rate_lease import ANSWER_SECONDS, FRESH_SECONDS, RETRY_SECONDS
-from router.core.tenancy.verdict import READY, WANTED, Verdict, refused
+from router.core.tenancy.verdict import READY, WANTED, LimitVerdict, refused
 
 RENEW_SECONDS: Final = 10.0
 """Redis counts the slots of a router for three times as long after it has last heard of them."""
@@ -60,7 +60,7 @@ class SlotLease:
         """True when one is leased and free: nothing else has to be looked at. If not, `verdict` says more."""
         return self.used < self.held and self.used < self.limit and self._local_share is None
 
-    def verdict(self, need: int, now: float) -> Verdict:
+    def verdict(self, need: int, now: float) -> LimitVerdict:
         if self._local_share is not None:
             return READY if self.used + need <= self._local_share else refused(ADVICE_SECONDS)
         if self.used + need <= min(self.held, self.limit):

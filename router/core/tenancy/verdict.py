@@ -6,7 +6,7 @@ import math
 from typing import Final, NamedTuple
 
 
-class Verdict(NamedTuple):
+class LimitVerdict(NamedTuple):
     is_ready: bool
     is_wanted: bool = False
     """A lease has to be asked for before it is known."""
@@ -14,10 +14,10 @@ class Verdict(NamedTuple):
     """If it is neither: when there will be enough."""
 
 
-READY: Final = Verdict(True)
-WANTED: Final = Verdict(False, True)
+READY: Final = LimitVerdict(True)
+WANTED: Final = LimitVerdict(False, True)
 
 
-def refused(retry_after_seconds: float) -> Verdict:
+def refused(retry_after_seconds: float) -> LimitVerdict:
     """Rounded up to a millisecond, so that a retry at that time is not too early."""
-    return Verdict(False, False, math.ceil(retry_after_seconds * 1e3) / 1e3 + 0.001)
+    return LimitVerdict(False, False, math.ceil(retry_after_seconds * 1e3) / 1e3 + 0.001)

@@ -20,14 +20,14 @@ from shard_server.engines.base import (
     EngineError,
     EngineInfo,
     EngineRequest,
-    FinishReason,
     RequestRefusedError,
+    SequenceFinishReason,
     StepOutput,
 )
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
-from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, ask, probe
+from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch, ask, probe
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
@@ -260,7 +260,7 @@ class TensorRtLlmEngine:
     def cancel(self, request_id: str) -> None:
         """Abort a sequence; it ends as CANCELLED once TensorRT-LLM has ended it, or after a bounded wait."""
         if self._info is not None:
-            self._requests.abort(request_id, FinishReason.CANCELLED)
+            self._requests.abort(request_id, SequenceFinishReason.CANCELLED)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """Outputs in order; see `Engine.steps`."""
@@ -400,9 +400,9 @@ class TensorRtLlmEngine:
             if unread_since is not None:
                 self._health.on_progress(now)  # the reader makes no progress, not the engine
             verdict = self._health.judge(now, is_busy=bool(self._requests), num_records=self._stats.num_records)
-            if verdict is Verdict.STALLED:
+            if verdict is HealthVerdict.STALLED:
                 raise EngineError(f"no progress for {config.stall_timeout_seconds:g} s with work to do")
-            if verdict is Verdict.PROBE:
+            if verdict is HealthVerdict.PROBE:
                 self._probe = self._loop.create_task(probe(self._submit_probe, config.probe_timeout_seconds))
 
     def _ask_library(self) -> None:

@@ -23,7 +23,7 @@ from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
 log = structlog.get_logger()
 
 
-class Verdict(enum.Enum):
+class HealthVerdict(enum.Enum):
     WELL = enum.auto()
     PROBE = enum.auto()
     """For a while nothing has shown that the engine can generate, or it has failed many requests: a probe is due."""
@@ -52,18 +52,18 @@ class ProgressWatch:
         """TensorRT-LLM has ended a request, by an error or otherwise. Cancelled requests say nothing."""
         self._num_failed = self._num_failed + 1 if failed else 0
 
-    def judge(self, now: float, *, is_busy: bool, num_records: int) -> Verdict:
+    def judge(self, now: float, *, is_busy: bool, num_records: int) -> HealthVerdict:
         """`num_records` is the number of iteration statistics so far; a long prefill produces those but no token."""
         if num_records != self._num_records:
             self._num_records = num_records
             self._progress_at = now
         if self._num_failed >= self._max_failed_requests:
             self._num_failed = 0
-            return Verdict.PROBE
+            return HealthVerdict.PROBE
         since = now - self._progress_at
         if is_busy:
-            return Verdict.STALLED if since >= self._stall_timeout_seconds else Verdict.WELL
-        return Verdict.PROBE if since >= self._probe_interval_seconds else Verdict.WELL
+            return HealthVerdict.STALLED if since >= self._stall_timeout_seconds else HealthVerdict.WELL
+        return HealthVerdict.PROBE if since >= self._probe_interval_seconds else HealthVerdict.WELL
 
     def on_work(self, now: float) -> None:
         """An idle engine has received work: the stall timeout starts now."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
-from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, SequenceStart
+from shard_server.engines.base import EngineRequest, SequenceEnd, SequenceFinishReason, SequenceStart
 from shard_server.engines.tensorrt_llm.api import RequestOutput
 from shard_server.engines.tensorrt_llm.disaggregation import handoff_of
 from shard_server.engines.tensorrt_llm.health import abort
@@ -69,7 +69,7 @@ class RunningRequests:
         self._pumps[request.request_id] = pump
         pump.add_done_callback(self._on_pump_done)
 
-    def abort(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+    def abort(self, request_id: str, reason: SequenceFinishReason, error: str = "") -> None:
         """Abort a request, which ends with this reason once TensorRT-LLM has ended it.
 
         Requests that have ended or were aborted before are ignored. One whose KV comes from another engine is not
@@ -87,7 +87,7 @@ class RunningRequests:
 
     def abort_all(self, error: str) -> None:
         for request_id in list(self._streams):
-            self.abort(request_id, FinishReason.ERROR, error)
+            self.abort(request_id, SequenceFinishReason.ERROR, error)
 
     def cut_off(self, now: float) -> None:
         """End the aborted requests that TensorRT-LLM has not ended in time."""
@@ -121,20 +121,20 @@ class RunningRequests:
             try:
                 await anext(output)
             except StopAsyncIteration:
-                end = SequenceEnd(request_id, FinishReason.ERROR, "its stream ended without a finish")
+                end = SequenceEnd(request_id, SequenceFinishReason.ERROR, "its stream ended without a finish")
                 self._end(stream, stream.pending_end or end)
                 return
             except self._request_error as error:
                 if stream.pending_end is None:
                     self._on_request_end(stream, True)
-                end = SequenceEnd(request_id, FinishReason.ERROR, str(error))
+                end = SequenceEnd(request_id, SequenceFinishReason.ERROR, str(error))
                 self._end(stream, stream.pending_end or end)
                 return
             self._on_progress(self._loop.time())
             end = self._take(stream)
             if end is not None:
                 if stream.pending_end is None:
-                    self._on_request_end(stream, end.reason is FinishReason.ERROR)
+                    self._on_request_end(stream, end.reason is SequenceFinishReason.ERROR)
                 self._end(stream, end)
                 return
 
@@ -149,14 +149,18 @@ class RunningRequests:
             delta = stream.take(output)
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             abort(output)
-            return SequenceEnd(request_id, FinishReason.ERROR, f"TensorRT-LLM's output makes no sense: {error!r}")
+            return SequenceEnd(
+                request_id, SequenceFinishReason.ERROR, f"TensorRT-LLM's output makes no sense: {error!r}"
+            )
         if delta.token_ids:
             self._deliver(stream, delta, is_first=is_first)
         if delta.end is None:
             return None
         if not output.finished:  # a stop token within a step: TensorRT-LLM would continue after it
             abort(output)
-        handoff = handoff_of(output) if stream.request.prefill_only and delta.end is FinishReason.LENGTH else None
+        handoff = (
+            handoff_of(output) if stream.request.prefill_only and delta.end is SequenceFinishReason.LENGTH else None
+        )
         if handoff is None:
             return SequenceEnd(request_id, delta.end, delta.error)
         return SequenceEnd(request_id, delta.end, delta.error, handoff=handoff.to_bytes())
@@ -169,7 +173,7 @@ class RunningRequests:
             if handoff is None:
                 return pending_end
             # The abort came too late, and frees nothing: the KV waits to be fetched, or for its timeout.
-            return SequenceEnd(pending_end.request_id, FinishReason.LENGTH, handoff=handoff.to_bytes())
+            return SequenceEnd(pending_end.request_id, SequenceFinishReason.LENGTH, handoff=handoff.to_bytes())
         if stream.aborts_later:
             stream.aborts_later = False
             abort(output)

@@ -25,7 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class ArithmeticChoice:
     """Holds what the configuration asks for; see kvloom_common.config.TorchConfig."""
 
     dtype: str = "auto"
@@ -69,7 +69,7 @@ class Arithmetic:
 
 def choose_arithmetic(
     config: LlamaConfig,
-    wanted: Wanted,
+    wanted: ArithmeticChoice,
     block_size: int,
     check_memory: Callable[[torch.dtype, bool], None],
     on_progress: OnProgress,
@@ -96,7 +96,7 @@ def choose_arithmetic(
 
 
 def _compiled_threads(
-    config: LlamaConfig, wanted: Wanted, block_size: int, on_progress: OnProgress
+    config: LlamaConfig, wanted: ArithmeticChoice, block_size: int, on_progress: OnProgress
 ) -> ThreadPool | None:
     """None: torch's operators compute. `on_progress` is called with the reason."""
     if wanted.kernels == "torch":
@@ -116,7 +116,7 @@ def _compiled_threads(
     return threads
 
 
-def _candidates(wanted: Wanted, *, has_compiled: bool) -> Iterator[tuple[torch.dtype, bool]]:
+def _candidates(wanted: ArithmeticChoice, *, has_compiled: bool) -> Iterator[tuple[torch.dtype, bool]]:
     """(dtype, int8 weights) in the order of preference."""
     if wanted.dtype != "auto":
         dtypes = [DTYPES[wanted.dtype]]

@@ -11,7 +11,7 @@ import torch
 
 from kvloom_common.process.freed_memory import return_freed_memory
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.arithmetic import Wanted, choose_arithmetic
+from shard_server.engines.torch_engine.arithmetic import ArithmeticChoice, choose_arithmetic
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
@@ -99,7 +99,7 @@ class ModelRunner:
             )
 
         with torch.inference_mode():
-            wanted = Wanted(dtype, weights, kernels, wants_batch_invariance, shared_cores, shares_weights)
+            wanted = ArithmeticChoice(dtype, weights, kernels, wants_batch_invariance, shared_cores, shares_weights)
             arithmetic = choose_arithmetic(config, wanted, block_size, check, on_progress)
             torch_dtype = arithmetic.dtype
             if num_threads and not arithmetic.kernels.shares_cores:

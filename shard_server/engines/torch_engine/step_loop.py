@@ -14,9 +14,9 @@ from shard_server.engines.base import (
     AdapterError,
     EngineLoad,
     EngineRequest,
-    FinishReason,
     PoolingKind,
     SequenceEnd,
+    SequenceFinishReason,
     SequenceStart,
     StepOutput,
     TokenLogprobs,
@@ -122,12 +122,12 @@ class StepLoop:
         """End a sequence as CANCELLED in the next output; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._end(sequence, FinishReason.CANCELLED)
+            self._end(sequence, SequenceFinishReason.CANCELLED)
         elif request_id in self._preparing:
             guide = self._preparing.pop(request_id).guide
             if guide is not None:
                 guide.cancel()
-            self._output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
+            self._output.ends.append(SequenceEnd(request_id, SequenceFinishReason.CANCELLED))
 
     @property
     def has_work(self) -> bool:
@@ -190,7 +190,7 @@ class StepLoop:
             except GuideError as error:
                 self._output.ends.append(_guide_rejected(request_id, error))
             except AdapterError as error:
-                self._output.ends.append(SequenceEnd(request_id, FinishReason.ERROR, str(error)))
+                self._output.ends.append(SequenceEnd(request_id, SequenceFinishReason.ERROR, str(error)))
             else:
                 self._add(request, submit_time, state, weights)
 
@@ -212,7 +212,7 @@ class StepLoop:
             if not is_out_of_memory(error):
                 raise
             # Nothing counts as computed yet, so the step can simply be retried without the newest sequence.
-            self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
+            self._end(batch[-1][0], SequenceFinishReason.ERROR, f"out of memory: {error}")
             return None
         if draws.wants_rows_together:
             draws.draw_together(_plain_rows(batch, drafts))
@@ -250,10 +250,10 @@ class StepLoop:
 
     def _end_pooled(self, sequence: EngineSequence, vector: bytes | None) -> None:
         if vector is None:
-            self._end(sequence, FinishReason.ERROR, "the model's hidden states are not finite")
+            self._end(sequence, SequenceFinishReason.ERROR, "the model's hidden states are not finite")
             return
         self._output.starts.append(self._start(sequence))
-        self._end(sequence, FinishReason.STOP, embedding=vector)
+        self._end(sequence, SequenceFinishReason.STOP, embedding=vector)
 
     def _draw(self, sequence: EngineSequence, draws: Draws, row: int, draft: Sequence[int]) -> None:
         """Draw tokens from `row` on, while they equal the drafts that the following rows were computed for."""
@@ -295,7 +295,7 @@ class StepLoop:
     def _end(
         self,
         sequence: EngineSequence,
-        reason: FinishReason,
+        reason: SequenceFinishReason,
         error: str = "",
         *,
         refusal: str = "",
@@ -406,11 +406,11 @@ def _draw_token(
     try:
         mask = guide.mask() if guide is not None else None
     except GuideError as error:
-        return SequenceEnd(request.request_id, FinishReason.ERROR, "its guide cannot be followed", str(error))
+        return SequenceEnd(request.request_id, SequenceFinishReason.ERROR, "its guide cannot be followed", str(error))
     sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.adjustments, mask)
     token_id, token_logprobs = draws.draw(row, sample_row)
     if token_id is None:
-        return SequenceEnd(request.request_id, FinishReason.ERROR, "the model's logits are not finite")
+        return SequenceEnd(request.request_id, SequenceFinishReason.ERROR, "the model's logits are not finite")
     sequence.append(token_id)
     token_ids.append(token_id)
     if token_logprobs is not None:
@@ -419,20 +419,20 @@ def _draw_token(
     if reason is None and guide is not None:
         guide.take((token_id,))
         if guide.is_complete:
-            reason = FinishReason.STOP
+            reason = SequenceFinishReason.STOP
     return None if reason is None else SequenceEnd(request.request_id, reason)
 
 
 def _guide_rejected(request_id: str, error: GuideError) -> SequenceEnd:
-    return SequenceEnd(request_id, FinishReason.ERROR, "its guide cannot be compiled", refusal=str(error))
+    return SequenceEnd(request_id, SequenceFinishReason.ERROR, "its guide cannot be compiled", refusal=str(error))
 
 
-def _finish_reason(sequence: EngineSequence) -> FinishReason | None:
+def _finish_reason(sequence: EngineSequence) -> SequenceFinishReason | None:
     num_output_tokens = sequence.num_output_tokens
     if num_output_tokens and sequence.token_ids[-1] in sequence.request.stop_token_ids:
-        return FinishReason.STOP
+        return SequenceFinishReason.STOP
     if num_output_tokens >= sequence.request.max_tokens:
-        return FinishReason.LENGTH
+        return SequenceFinishReason.LENGTH
     return None
 
 

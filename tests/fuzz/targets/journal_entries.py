@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edge_http.recovery.journal import ResumeJournal
 from edge_http.resume.records import (
     AnswerState,
-    AttemptRecord,
+    AssignmentRecord,
     ChoiceProgressDelta,
     ProgressDelta,
     RequestsRecord,
@@ -48,7 +48,7 @@ DELTA: Final = ProgressDelta(
     [ChoiceProgressDelta(0, 0, array("I", [5, 6]).tobytes(), 2)],
     [(0, SequenceStart(slot=1).SerializeToString())],
     [(0, SequenceFinish(slot=1).SerializeToString())],
-    [(0, [AttemptRecord("link", 0, None)])],
+    [(0, [AssignmentRecord("link", 0, None)])],
     False,
 )
 RESPONSE: Final = ResponseRecord(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lab.bench.arrivals import Requests, answers_per_second, arrival_times
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 from tools.failures import CommandError
 
 REQUESTS = Requests(num_prompt_words=20, max_tokens=40, seed=1)
@@ -40,9 +40,9 @@ def test_more_requests_than_a_client_can_send_are_refused() -> None:
 
 def test_the_capacity_counts_text_within_its_time() -> None:
     """Answers that began before or end after count by their share."""
-    whole = Stream("a", 4, finish_reason="length", pieces_at=[1.0, 2.0, 3.0, 4.0])
-    early = Stream("b", 4, finish_reason="length", pieces_at=[-1.0, -0.5, 0.5, 1.5])
-    running = Stream("c", 4, pieces_at=[3.5, 4.5, 6.0])
+    whole = MeasuredStream("a", 4, finish_reason="length", pieces_at=[1.0, 2.0, 3.0, 4.0])
+    early = MeasuredStream("b", 4, finish_reason="length", pieces_at=[-1.0, -0.5, 0.5, 1.5])
+    running = MeasuredStream("c", 4, pieces_at=[3.5, 4.5, 6.0])
     assert answers_per_second([whole, early, running], 0.0, 5.0) == (4 + 2 + 2) / 4 / 5.0
     with pytest.raises(CommandError, match="no answer"):
         answers_per_second([running], 0.0, 5.0)

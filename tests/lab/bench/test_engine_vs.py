@@ -23,8 +23,8 @@ from lab.bench.engine_peers.contenders import (
 from lab.bench.engine_peers.versus import (
     BATCHES,
     OWN_SETTINGS,
+    EnginePace,
     Entrant,
-    Pace,
     compare,
     comparison_table,
     decode_rate,
@@ -232,14 +232,14 @@ def test_starting_ends_in_time_to_measure() -> None:
 
 def test_answers_are_long_enough_for_a_batch_to_decode_together() -> None:
     """Our engine prefills about a second's worth in a step, in which the sequences before it get a token each."""
-    usual = plan_decode(32, [Pace(4000.0, 0.01, 8)], 1000.0)
+    usual = plan_decode(32, [EnginePace(4000.0, 0.01, 8)], 1000.0)
     assert usual is not None
     assert (sum(usual.prompt_tokens), usual.max_tokens) == (4592, 80)
-    slow = plan_decode(32, [Pace(4000.0, 0.01, 8), Pace(60.0, 0.3, 8)], 1000.0)
+    slow = plan_decode(32, [EnginePace(4000.0, 0.01, 8), EnginePace(60.0, 0.3, 8)], 1000.0)
     assert slow is not None
     assert sum(slow.prompt_tokens) < sum(usual.prompt_tokens)
     assert slow.max_tokens >= sum(slow.prompt_tokens) / 60 + 16
-    assert plan_decode(32, [Pace(60.0, 0.3, 8)], 10.0) is None
+    assert plan_decode(32, [EnginePace(60.0, 0.3, 8)], 10.0) is None
 
 
 def test_decode_speed_counts_only_what_all_decode_together() -> None:

@@ -8,7 +8,7 @@ import pytest
 from lab.bench.arrivals import Requests
 from lab.bench.fairness import bench_fairness
 from lab.bench.fairness_run import FabricFairnessPlan, row_of, served_per_second
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 
 PLAN = FabricFairnessPlan(requests=Requests(10, 8, 1), calm_load=0.2, flood_factor=10.0, seconds=12.0)
 
@@ -17,11 +17,11 @@ def test_a_row_counts_what_its_tenant_got_while_requests_were_sent() -> None:
     """A refused request must not pass for an answered one, nor a client that has left for a refusal."""
     done = {"finish_reason": "length", "num_output_tokens": 9, "num_prompt_tokens": 18}
     sent = [
-        (1.0, Stream("warm-up", 9, sent_at=101.0, pieces_at=[103.0, 104.0], **done)),
-        (4.0, Stream("counted", 9, sent_at=104.0, pieces_at=[104.5, 106.0], **done)),
-        (5.0, Stream("refused", 9, sent_at=105.0, error="full", error_code="queue_full", status=429)),
-        (6.0, Stream("left", 9, sent_at=106.0)),
-        (8.0, Stream("late", 9, sent_at=108.0, pieces_at=[109.5, 113.0], **done)),
+        (1.0, MeasuredStream("warm-up", 9, sent_at=101.0, pieces_at=[103.0, 104.0], **done)),
+        (4.0, MeasuredStream("counted", 9, sent_at=104.0, pieces_at=[104.5, 106.0], **done)),
+        (5.0, MeasuredStream("refused", 9, sent_at=105.0, error="full", error_code="queue_full", status=429)),
+        (6.0, MeasuredStream("left", 9, sent_at=106.0)),
+        (8.0, MeasuredStream("late", 9, sent_at=108.0, pieces_at=[109.5, 113.0], **done)),
     ]
     assert PLAN.warm_up_seconds == 3.0
     assert row_of(sent, 100.0, PLAN) == {

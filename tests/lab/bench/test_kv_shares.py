@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom_common.config import ShardConfig, SimConfig
-from lab.bench.kv_shares import Hits, KvSharesPlan, Turn, play
+from lab.bench.kv_shares import ConversationTurns, Hits, KvSharesPlan, play
 from shard_server.engines.sim_engine import SimEngine
 
 PLAN = KvSharesPlan(num_turns=4)
@@ -31,6 +31,8 @@ async def test_a_flood_costs_a_guaranteed_tenant_less_than_a_twentieth_of_its_hi
 
 def test_first_turns_do_not_count_as_misses() -> None:
     """Nothing cached can answer them, with a share or without; a plot of all turns shows them."""
-    hits = Hits([Turn(100, 0), Turn(200, 50), Turn(300, 200)], num_last_resorts=0)
+    hits = Hits(
+        [ConversationTurns(100, 0), ConversationTurns(200, 50), ConversationTurns(300, 200)], num_last_resorts=0
+    )
     assert (hits.num_prompt_tokens, hits.num_cached_tokens, hits.rate) == (500, 250, 0.5)
     assert [turn.rate for turn in hits.turns] == pytest.approx([0.0, 0.25, 2 / 3])

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lab.bench.data_plane.load import Connection, Load, Order
+from lab.bench.data_plane.load import Load, LoadConnection, Order
 from lab.bench.data_plane.workloads import Workload
 
 ONCE = Workload(name="once", about="", num_streams=1, num_requests=1, num_tokens=1, step_ms=0.0)
@@ -31,7 +31,7 @@ async def outcome(pieces: list[bytes]) -> tuple[int, int]:
     """Answers that were complete, and errors, of one that is read in these pieces."""
     order = Order(host="", port=0, model="model", model_path="", workload=ONCE, seed=1, pids={})
     load = Load(order, {})
-    connection = Connection(load)
+    connection = LoadConnection(load)
     connection.connection_made(Written())
     connection.send_next()
     for piece in pieces:

@@ -6,7 +6,7 @@ import pytest
 
 from kvloom.v1.router_service_pb2 import ExplainResponse, PlacementDecision, RequestOutcome
 from lab.bench.preemption import PreemptionPlan, arrival_shares, batch_length, row_of
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 
 
 def test_batch_answers_end_one_after_the_other_and_urgent_requests_come_before_the_last() -> None:
@@ -19,12 +19,15 @@ def test_batch_answers_end_one_after_the_other_and_urgent_requests_come_before_t
 
 def test_a_row_counts_what_preemption_cost_and_broke() -> None:
     """A run that lost or changed an answer must not look like a good one."""
-    alone = [Stream("alone-0", 4, text="same"), Stream("alone-1", 4, text="same")]
+    alone = [MeasuredStream("alone-0", 4, text="same"), MeasuredStream("alone-1", 4, text="same")]
     batch = [
-        Stream("with-0", 4, text="same", sent_at=1.0, pieces_at=[2.0, 3.0, 6.0], num_preemptions=2),
-        Stream("with-1", 4, text="sane", sent_at=1.5, pieces_at=[2.0, 9.0]),
+        MeasuredStream("with-0", 4, text="same", sent_at=1.0, pieces_at=[2.0, 3.0, 6.0], num_preemptions=2),
+        MeasuredStream("with-1", 4, text="sane", sent_at=1.5, pieces_at=[2.0, 9.0]),
     ]
-    urgent = [Stream("u-0", 1, sent_at=1.0, pieces_at=[1.25]), Stream("u-1", 1, sent_at=1.0, error="refused")]
+    urgent = [
+        MeasuredStream("u-0", 1, sent_at=1.0, pieces_at=[1.25]),
+        MeasuredStream("u-1", 1, sent_at=1.0, error="refused"),
+    ]
     first, second = PlacementDecision(decided_at_seconds=1.0), PlacementDecision(decided_at_seconds=4.0)
     second.plan.picked_shard_id = "shard-1"
     second.plan.shards.add(shard_id="shard-1", num_overlap_tokens=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.bench.disturbed import num_differing_bytes
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ def test_every_byte_that_differs_counts(one: str, other: str, count: int) -> Non
 
 def test_the_longest_pause_is_between_two_pieces() -> None:
     """The time to the first token is no pause."""
-    assert Stream("a", max_tokens=5, pieces_at=[3.0, 3.5, 5.0, 5.25]).longest_pause_seconds == 1.5
-    assert Stream("b", 5).longest_pause_seconds == 0.0
+    assert MeasuredStream("a", max_tokens=5, pieces_at=[3.0, 3.5, 5.0, 5.25]).longest_pause_seconds == 1.5
+    assert MeasuredStream("b", 5).longest_pause_seconds == 0.0

@@ -15,12 +15,12 @@ from lab.chaos.attackers.malformed import chat_request
 from lab.chaos.attackers.mix import ATTACK_NAMES, attack_all
 from lab.chaos.attackers.targets import Targets
 from lab.chaos.checking.attack_report import attack_figures
-from lab.chaos.checking.memory import MemoryWatch
+from lab.chaos.checking.memory import MemorySamples
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report_text import attack_page
-from lab.chaos.checking.verdicts import Finding, Verdict
+from lab.chaos.checking.verdicts import AnswerVerdict, Finding
 from lab.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 from lab.chaos.command import chaos
 from lab.chaos.fabric import clocks
 from lab.chaos.fabric.faults import Disturbance, FaultKind
@@ -70,15 +70,15 @@ def test_a_call_has_literal_headers_and_framed_messages() -> None:
     assert len(gzip.decompress(grpc._BOMB)) == 64_000_000
 
 
-def answered(sent_at: float, ttft: float, verdict: Verdict = Verdict.OK, refusals: int = 0) -> Record:
-    transcript = Transcript([], sent_at, End.COMPLETE, first_at=sent_at + ttft, ended_at=sent_at + ttft + 0.1)
+def answered(sent_at: float, ttft: float, verdict: AnswerVerdict = AnswerVerdict.OK, refusals: int = 0) -> Record:
+    transcript = Transcript([], sent_at, AnswerEnd.COMPLETE, first_at=sent_at + ttft, ended_at=sent_at + ttft + 0.1)
     transcript.num_refusals = refusals
     call = UserCall(Question("q", True, 1, 1.0, 1), Endpoint.CHAT, Behaviour.PLAIN)
     return Record(call, transcript, Finding(verdict), 1, 1)
 
 
 def figures(*records: Record) -> dict[str, object]:
-    memory = MemoryWatch()
+    memory = MemorySamples()
     for at, size in ((5.0, 100_000_000), (15.0, 180_000_000), (29.0, 110_000_000)):
         memory.note(7, "edge", "edge", at, size)
     attack = Disturbance(FaultKind.HOSTILE_NEIGHBOUR, "every port", 110.0, 120.0)
@@ -103,7 +103,7 @@ def test_the_first_tokens_are_those_of_calm_tenants_and_what_they_must_not_get_i
     calm = [dataclasses.replace(answered(at, 0.1), tenant="calm/app") for at in (101, 115)]
     scarce = dataclasses.replace(answered(116, 9.0), tenant="scarce/app")
     attack = Disturbance(FaultKind.HOSTILE_NEIGHBOUR, "every port", 110.0, 120.0)
-    found = attack_figures([*calm, scarce], attack, Counter(), MemoryWatch(), 100.0, {"calm/app"})
+    found = attack_figures([*calm, scarce], attack, Counter(), MemorySamples(), 100.0, {"calm/app"})
     assert found["phases"]["during"]["ttft"] == {"p50": 0.1, "p99": 0.1}
     assert found["phases"]["during"]["requests"] == 2
     report = {"attack": {**found, "over_served": 1, "mis_metered": 2}}
@@ -122,7 +122,7 @@ def test_attackers_of_a_fabric_with_tenants_have_a_key() -> None:
 def test_one_wrong_answer_fails_the_verdict() -> None:
     """Slowness is a goal, correctness a promise."""
     assert str(figures(answered(101, 0.1), answered(111, 0.1))["verdict"]).startswith("passed: no answer wrong")
-    assert str(figures(answered(101, 0.1), answered(111, 0.1, Verdict.WRONG))["verdict"]).startswith("FAILED")
+    assert str(figures(answered(101, 0.1), answered(111, 0.1, AnswerVerdict.WRONG))["verdict"]).startswith("FAILED")
 
 
 def test_every_fault_has_a_story_and_the_list_shows_what_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import random
 import pytest
 
 from lab.chaos.checking.explanations import FleetSize, is_explained
-from lab.chaos.checking.verdicts import Finding, Verdict
+from lab.chaos.checking.verdicts import AnswerVerdict, Finding
 from lab.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall, draw_call, draw_question
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 from lab.chaos.fabric.faults import (
     COOL_DOWN_SECONDS,
     SETTLE_SECONDS,
@@ -67,14 +67,14 @@ def test_users_call_every_endpoint_with_every_behaviour():
     assert any(call.question.temperature == 0.0 for call in calls)
 
 
-def ended(end: End, code: str = "") -> Transcript:
+def ended(end: AnswerEnd, code: str = "") -> Transcript:
     transcript = Transcript.begin(1, now=100.0)
     transcript.end, transcript.code, transcript.ended_at = end, code, 105.0
     return transcript
 
 
 def explained(
-    end: End,
+    end: AnswerEnd,
     code: str,
     *kinds: FaultKind,
     behaviour: Behaviour = Behaviour.PLAIN,
@@ -82,7 +82,9 @@ def explained(
     endpoint: Endpoint = Endpoint.CHAT,
     fleet: FleetSize = FLEET,
 ) -> bool:
-    verdict = {End.BROKEN: Verdict.BROKEN, End.REFUSED: Verdict.REFUSED}.get(end, Verdict.FAILED)
+    verdict = {AnswerEnd.BROKEN: AnswerVerdict.BROKEN, AnswerEnd.REFUSED: AnswerVerdict.REFUSED}.get(
+        end, AnswerVerdict.FAILED
+    )
     disturbances = [Disturbance(kind, f"{kind}-{i}", began_at, began_at + 1) for i, kind in enumerate(kinds)]
     return is_explained(
         UserCall(QUESTION, endpoint, behaviour), ended(end, code), Finding(verdict), disturbances, fleet
@@ -92,14 +94,14 @@ def explained(
 @pytest.mark.parametrize(
     ("end", "code", "kind"),
     [
-        (End.BROKEN, "", FaultKind.KILL_EDGE),
-        (End.BROKEN, "", FaultKind.RESET_CLIENTS),
-        (End.ERROR, "router_unavailable", FaultKind.KILL_ROUTER),
-        (End.REFUSED, "safety_unavailable", FaultKind.KILL_SAFETY),
-        (End.REFUSED, "draining", FaultKind.STOP_EDGE),
+        (AnswerEnd.BROKEN, "", FaultKind.KILL_EDGE),
+        (AnswerEnd.BROKEN, "", FaultKind.RESET_CLIENTS),
+        (AnswerEnd.ERROR, "router_unavailable", FaultKind.KILL_ROUTER),
+        (AnswerEnd.REFUSED, "safety_unavailable", FaultKind.KILL_SAFETY),
+        (AnswerEnd.REFUSED, "draining", FaultKind.STOP_EDGE),
     ],
 )
-def test_a_failure_is_explained_only_by_its_own_fault_at_its_own_time(end: End, code: str, kind: FaultKind):
+def test_a_failure_is_explained_only_by_its_own_fault_at_its_own_time(end: AnswerEnd, code: str, kind: FaultKind):
     """Without a fault, with another fault, or long after it, the same failure is a bug of kvloom."""
     assert explained(end, code, kind)
     assert not explained(end, code)
@@ -110,24 +112,24 @@ def test_a_failure_is_explained_only_by_its_own_fault_at_its_own_time(end: End, 
 
 def test_the_death_of_one_shard_of_two_explains_nothing():
     """Failover is made for that. The death of both shards does explain a failure."""
-    assert not explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD)
-    assert explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESET_LINK)
+    assert not explained(AnswerEnd.ERROR, "shard_lost", FaultKind.KILL_SHARD)
+    assert explained(AnswerEnd.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESET_LINK)
 
 
 def test_a_restart_explains_the_loss_of_the_last_shard_only_with_a_fault():
     """A shard that is being restarted cannot take over the work of all others when they die. A planned restart by
     itself must lose nothing."""
-    assert explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
-    assert not explained(End.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
+    assert explained(AnswerEnd.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
+    assert not explained(AnswerEnd.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
 
 
 def test_one_router_of_two_explains_nothing():
     """Answers continue at the other one, over HTTP and with the SDK. The loss of all routers does explain a failure."""
     fleet = dataclasses.replace(FLEET, num_routers=2)
     for end, code, endpoint in (
-        (End.ERROR, "router_unavailable", Endpoint.CHAT),
-        (End.ERROR, "router_unavailable", Endpoint.SDK_TEXT),
-        (End.BROKEN, "", Endpoint.SDK_TOKENS),
+        (AnswerEnd.ERROR, "router_unavailable", Endpoint.CHAT),
+        (AnswerEnd.ERROR, "router_unavailable", Endpoint.SDK_TEXT),
+        (AnswerEnd.BROKEN, "", Endpoint.SDK_TOKENS),
     ):
         assert not explained(end, code, FaultKind.KILL_ROUTER, endpoint=endpoint, fleet=fleet)
         assert explained(end, code, FaultKind.KILL_ROUTER, FaultKind.HANG_ROUTER, endpoint=endpoint, fleet=fleet)
@@ -139,26 +141,30 @@ def test_one_router_of_two_explains_nothing():
 
 def test_the_death_of_an_edge_explains_no_lost_resumable_stream():
     """Another edge continues the stream from Redis. It may be lost only if Redis is down too."""
-    for end, code in ((End.BROKEN, ""), (End.ERROR, "events_gone"), (End.ERROR, "not_found")):
+    for end, code in ((AnswerEnd.BROKEN, ""), (AnswerEnd.ERROR, "events_gone"), (AnswerEnd.ERROR, "not_found")):
         assert not explained(end, code, FaultKind.KILL_EDGE, behaviour=Behaviour.RESUMABLE)
         assert not explained(end, code, FaultKind.RESET_CLIENTS, behaviour=Behaviour.FLAKY)
-    assert explained(End.ERROR, "events_gone", FaultKind.KILL_EDGE, FaultKind.HANG_REDIS, behaviour=Behaviour.RESUMABLE)
-    assert explained(End.BROKEN, "", FaultKind.KILL_EDGE, behaviour=Behaviour.PLAIN)
+    assert explained(
+        AnswerEnd.ERROR, "events_gone", FaultKind.KILL_EDGE, FaultKind.HANG_REDIS, behaviour=Behaviour.RESUMABLE
+    )
+    assert explained(AnswerEnd.BROKEN, "", FaultKind.KILL_EDGE, behaviour=Behaviour.PLAIN)
 
 
 def test_only_an_edge_that_hung_mistakes_a_client_for_another():
     """It wakes up, finds that another edge has the stream, and notifies the reader, which may be the very client that
     has come back from the other edge. Without a hang this is a bug, even if the answer ends well."""
-    transcript = Transcript(choices=[], sent_at=100.0, ended_at=105.0, end=End.COMPLETE, num_takeovers=1)
+    transcript = Transcript(choices=[], sent_at=100.0, ended_at=105.0, end=AnswerEnd.COMPLETE, num_takeovers=1)
     call = UserCall(QUESTION, Endpoint.CHAT, Behaviour.FLAKY)
     for kind, is_right in ((FaultKind.HANG_EDGE, True), (FaultKind.KILL_EDGE, False)):
         struck = [Disturbance(kind, "edge-0", 102.0, 103.0)]
-        assert is_explained(call, transcript, Finding(Verdict.OK), struck, FLEET) == is_right
+        assert is_explained(call, transcript, Finding(AnswerVerdict.OK), struck, FLEET) == is_right
 
 
-@pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])
-def test_nothing_explains_a_wrong_answer(verdict: Verdict):
+@pytest.mark.parametrize(
+    "verdict", [AnswerVerdict.WRONG, AnswerVerdict.LOST, AnswerVerdict.DOUBLED, AnswerVerdict.MISCOUNTED]
+)
+def test_nothing_explains_a_wrong_answer(verdict: AnswerVerdict):
     """No fault does."""
     disturbances = [Disturbance(kind, "x", 100.0) for kind in FaultKind]
     call = UserCall(QUESTION, Endpoint.CHAT, Behaviour.PLAIN)
-    assert not is_explained(call, ended(End.COMPLETE), Finding(verdict), disturbances, FLEET)
+    assert not is_explained(call, ended(AnswerEnd.COMPLETE), Finding(verdict), disturbances, FLEET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lab.chaos.checking.memory import FLAT_MB_PER_HOUR, MemoryWatch, Sample, soak_problems, trend_of
+from lab.chaos.checking.memory import FLAT_MB_PER_HOUR, MemorySamples, Sample, soak_problems, trend_of
 
 MB = 1_000_000
 
@@ -38,7 +38,7 @@ def test_too_few_samples_have_no_trend():
 
 def test_the_warm_up_does_not_count_and_the_longest_process_does():
     """A process fills its caches at first, and one that was killed at once shows nothing."""
-    watch = MemoryWatch()
+    watch = MemorySamples()
     for at, size in samples(0.0, minutes=30):
         grown = MB * 50 * min(1.0, at / 240.0)
         watch.note(1, "router-0", "router", at, int(size + grown))
@@ -51,7 +51,7 @@ def test_the_warm_up_does_not_count_and_the_longest_process_does():
 
 def test_a_soak_fails_if_a_process_grows_or_dies():
     """Neither may happen without faults."""
-    watch = MemoryWatch()
+    watch = MemorySamples()
     for at, size in samples(30.0, minutes=30):
         watch.note(1, "edge-0", "edge", at, size)
     for at, size in samples(0.0, minutes=30):

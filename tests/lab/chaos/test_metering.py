@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lab.chaos.checking.metering import Delivery, MeteringResult, UsageRecord, compare_metering, parse_usage_record
+from lab.chaos.checking.metering import Delivery, LoggedUsage, MeteringResult, compare_metering, parse_usage_record
 from lab.chaos.checking.usage_log import UsageLog
 from tools.supervisor.logs.bounded_log import BoundedLog
 
 
-def usage_record(request_id: str, num_tokens: int) -> UsageRecord:
-    return UsageRecord(request_id=request_id, num_output_tokens=num_tokens, outcome="stop")
+def usage_record(request_id: str, num_tokens: int) -> LoggedUsage:
+    return LoggedUsage(request_id=request_id, num_output_tokens=num_tokens, outcome="stop")
 
 
 def delivery(

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from kvloom_common.config import ModelConfig
 from lab.chaos.checking.absences import absence_problems
 from lab.chaos.checking.explanations import FleetSize, is_explained
-from lab.chaos.checking.verdicts import Finding, Verdict
+from lab.chaos.checking.verdicts import AnswerVerdict, Finding
 from lab.chaos.clients.oracle import SimOracle
 from lab.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall
-from lab.chaos.clients.transcript import End, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Transcript
 from lab.chaos.command import chaos
 from lab.chaos.fabric.faults import Disturbance, FaultKind, Probe
 from lab.chaos.run import ChaosPlan
@@ -25,10 +25,10 @@ UNLOAD, SLEEP, KILL = FaultKind.UNLOAD_MODEL, FaultKind.SLEEP_MODEL, FaultKind.K
 def explained(model: str, code: str, *struck: tuple[FaultKind, str], first_at: float | None = None) -> bool:
     question = Question("Tell me about tea.", True, 10, 1.0, seed=1, model=model)
     transcript = Transcript.begin(1, now=100.0)
-    transcript.end, transcript.code, transcript.ended_at, transcript.first_at = End.ERROR, code, 105.0, first_at
+    transcript.end, transcript.code, transcript.ended_at, transcript.first_at = AnswerEnd.ERROR, code, 105.0, first_at
     disturbances = [Disturbance(kind, target, 101.0, 102.0) for kind, target in struck]
     call = UserCall(question, Endpoint.CHAT, Behaviour.PLAIN)
-    return is_explained(call, transcript, Finding(Verdict.FAILED), disturbances, FLEET)
+    return is_explained(call, transcript, Finding(AnswerVerdict.FAILED), disturbances, FLEET)
 
 
 def test_a_model_that_is_away_explains_refusals_of_its_own_requests_only() -> None:

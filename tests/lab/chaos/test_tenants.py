@@ -9,10 +9,10 @@ from typing import Any
 from kvloom.v1.usage_service_pb2 import BudgetState, MeteredAnswer
 from lab.chaos.checking.explanations import FleetSize, is_explained
 from lab.chaos.checking.record import Record
-from lab.chaos.checking.verdicts import Finding, Verdict, judge
+from lab.chaos.checking.verdicts import AnswerVerdict, Finding, judge
 from lab.chaos.clients.oracle import cut_at_stop
 from lab.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall
-from lab.chaos.clients.transcript import End, Expected, ReceivedChoice, Transcript, cut_short
+from lab.chaos.clients.transcript import AnswerEnd, Expected, ReceivedChoice, Transcript, cut_short
 from lab.chaos.fabric.faults import Disturbance, FaultKind
 from lab.chaos.tenants.hostile import Claimed, hostile_tenant
 from lab.chaos.tenants.judgement import Books, judge_hostile, judge_tenants
@@ -28,10 +28,10 @@ END = 100.0
 
 
 def complete(tenant: str, request_id: str = "u0") -> Record:
-    transcript = Transcript([ReceivedChoice("".join(WORDS), [1, 2, 3, 4], "length")], 1.0, End.COMPLETE)
+    transcript = Transcript([ReceivedChoice("".join(WORDS), [1, 2, 3, 4], "length")], 1.0, AnswerEnd.COMPLETE)
     transcript.num_prompt_tokens, transcript.num_output_tokens, transcript.first_at = 5, 4, 1.5
     transcript.request_ids.append(request_id)
-    return Record.of(CALL, EXPECTED, transcript, Finding(Verdict.OK), tenant)
+    return Record.of(CALL, EXPECTED, transcript, Finding(AnswerVerdict.OK), tenant)
 
 
 def metered(tenant: str, request_id: str = "u0", num_tokens: int = 4, cost: int = COST) -> MeteredAnswer:
@@ -85,9 +85,9 @@ def test_what_is_charged_beside_answers_or_stays_leased_is_a_problem():
 
 def test_a_refused_request_that_costs_something_is_a_problem():
     """Its client has nothing of it."""
-    transcript = Transcript([ReceivedChoice(token_ids=[])], 1.0, End.REFUSED, code="insufficient_quota")
+    transcript = Transcript([ReceivedChoice(token_ids=[])], 1.0, AnswerEnd.REFUSED, code="insufficient_quota")
     transcript.request_ids.append("u1")
-    refused = Record.of(CALL, EXPECTED, transcript, Finding(Verdict.REFUSED), "chaos-0/app")
+    refused = Record.of(CALL, EXPECTED, transcript, Finding(AnswerVerdict.REFUSED), "chaos-0/app")
     found = problems([refused], [metered("chaos-0/app", "u1", num_tokens=0, cost=5)])
     assert found == ["u1 was refused (insufficient_quota) and costs 5 nanos"]
 
@@ -174,14 +174,14 @@ def test_a_claim_that_moves_a_limit_is_a_problem():
 def test_an_answer_that_a_budget_cuts_short_is_the_beginning_of_the_right_one():
     """It counts as right, and as wrong as soon as a word differs or its usage does."""
     for text, num_tokens, verdict in (
-        (" one two", 2, Verdict.OK),
-        (" one two", 3, Verdict.MISCOUNTED),
-        (" one three", 2, Verdict.LOST),
+        (" one two", 2, AnswerVerdict.OK),
+        (" one two", 3, AnswerVerdict.MISCOUNTED),
+        (" one three", 2, AnswerVerdict.LOST),
     ):
-        transcript = Transcript([ReceivedChoice(text, None, "length")], 0.0, End.COMPLETE)
+        transcript = Transcript([ReceivedChoice(text, None, "length")], 0.0, AnswerEnd.COMPLETE)
         transcript.num_prompt_tokens, transcript.num_output_tokens = 5, num_tokens
         assert judge(cut_short(EXPECTED, transcript), transcript).verdict is verdict
-        assert judge(EXPECTED, transcript).verdict is not Verdict.OK
+        assert judge(EXPECTED, transcript).verdict is not AnswerVerdict.OK
 
 
 def test_a_choice_that_ended_before_the_limit_is_whole():
@@ -189,9 +189,9 @@ def test_a_choice_that_ended_before_the_limit_is_whole():
     stopped = cut_at_stop([1, 2, 3, 4], WORDS, (" three",))
     expected = Expected((stopped, EXPECTED.choices[0]), num_prompt_tokens=5)
     choices = [ReceivedChoice(" one two", None, "stop"), ReceivedChoice(" one two three", None, "length")]
-    transcript = Transcript(choices, 0.0, End.COMPLETE, num_prompt_tokens=5, num_output_tokens=6)
+    transcript = Transcript(choices, 0.0, AnswerEnd.COMPLETE, num_prompt_tokens=5, num_output_tokens=6)
     assert cut_short(expected, transcript).num_output_tokens == 6
-    assert judge(cut_short(expected, transcript), transcript).verdict is Verdict.OK
+    assert judge(cut_short(expected, transcript), transcript).verdict is AnswerVerdict.OK
 
 
 def test_limits_explain_only_the_refusals_of_their_tenant():
@@ -205,6 +205,6 @@ def test_limits_explain_only_the_refusals_of_their_tenant():
         (scarce, "insufficient_quota", True),
     ):
         transcript = Transcript.begin(1, 1.0)
-        transcript.end, transcript.code, transcript.ended_at = End.REFUSED, code, 2.0
+        transcript.end, transcript.code, transcript.ended_at = AnswerEnd.REFUSED, code, 2.0
         transcript.refusal_codes = tenant.refusal_codes
-        assert is_explained(CALL, transcript, Finding(Verdict.REFUSED), [], fleet) == is_right
+        assert is_explained(CALL, transcript, Finding(AnswerVerdict.REFUSED), [], fleet) == is_right

@@ -6,51 +6,51 @@ import dataclasses
 
 import pytest
 
-from lab.chaos.checking.verdicts import Verdict, judge
+from lab.chaos.checking.verdicts import AnswerVerdict, judge
 from lab.chaos.clients.oracle import cut_at_stop
-from lab.chaos.clients.transcript import End, Expected, ReceivedChoice, Transcript
+from lab.chaos.clients.transcript import AnswerEnd, Expected, ReceivedChoice, Transcript
 
 WORDS = ["the", " river", " runs", " past", " the", " old", " mill", " and", " on"]
 TOKENS = list(range(100, 100 + len(WORDS)))
 EXPECTED = Expected((cut_at_stop(TOKENS, WORDS, ()),), num_prompt_tokens=5)
 
 
-def received_text(text: str, end: End = End.COMPLETE, **settings: object) -> Transcript:
+def received_text(text: str, end: AnswerEnd = AnswerEnd.COMPLETE, **settings: object) -> Transcript:
     """A transcript of an endpoint that does not return token ids."""
     transcript = Transcript(
-        [ReceivedChoice(text, finish_reason="length" if end is End.COMPLETE else None)], sent_at=0.0, end=end
+        [ReceivedChoice(text, finish_reason="length" if end is AnswerEnd.COMPLETE else None)], sent_at=0.0, end=end
     )
     transcript.num_prompt_tokens, transcript.num_output_tokens = (
-        (5, len(TOKENS)) if end is End.COMPLETE else (None, None)
+        (5, len(TOKENS)) if end is AnswerEnd.COMPLETE else (None, None)
     )
     return dataclasses.replace(transcript, **settings)
 
 
 def received_tokens(token_ids: list[int], words: list[str]) -> Transcript:
     choice = ReceivedChoice("".join(words), token_ids=token_ids, finish_reason="length")
-    return Transcript([choice], 0.0, End.COMPLETE, num_prompt_tokens=5, num_output_tokens=len(TOKENS))
+    return Transcript([choice], 0.0, AnswerEnd.COMPLETE, num_prompt_tokens=5, num_output_tokens=len(TOKENS))
 
 
 def test_the_right_answer_passes():
     """Otherwise the other tests here would prove nothing."""
-    assert judge(EXPECTED, received_text("".join(WORDS))).verdict is Verdict.OK
-    assert judge(EXPECTED, received_tokens(TOKENS, WORDS)).verdict is Verdict.OK
+    assert judge(EXPECTED, received_text("".join(WORDS))).verdict is AnswerVerdict.OK
+    assert judge(EXPECTED, received_tokens(TOKENS, WORDS)).verdict is AnswerVerdict.OK
 
 
 @pytest.mark.parametrize("position", range(len(WORDS)))
 def test_a_lost_token_is_found_wherever_it_was(position: int):
     """It is found by text and by ids, including the first and the last token."""
     words, tokens = WORDS[:position] + WORDS[position + 1 :], TOKENS[:position] + TOKENS[position + 1 :]
-    assert judge(EXPECTED, received_text("".join(words))).verdict in (Verdict.LOST, Verdict.WRONG)
-    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is Verdict.LOST
+    assert judge(EXPECTED, received_text("".join(words))).verdict in (AnswerVerdict.LOST, AnswerVerdict.WRONG)
+    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is AnswerVerdict.LOST
 
 
 @pytest.mark.parametrize("position", range(len(WORDS)))
 def test_a_doubled_token_is_found_wherever_it_was(position: int):
     """This happens when an attempt begins one token too early, also at the end of the answer."""
     words, tokens = WORDS[: position + 1] + WORDS[position:], TOKENS[: position + 1] + TOKENS[position:]
-    assert judge(EXPECTED, received_text("".join(words))).verdict in (Verdict.DOUBLED, Verdict.WRONG)
-    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is Verdict.DOUBLED
+    assert judge(EXPECTED, received_text("".join(words))).verdict in (AnswerVerdict.DOUBLED, AnswerVerdict.WRONG)
+    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is AnswerVerdict.DOUBLED
 
 
 @pytest.mark.parametrize("position", range(len(WORDS)))
@@ -58,31 +58,31 @@ def test_a_changed_token_is_found_wherever_it_was(position: int):
     """This happens when an attempt continues with another seed."""
     words, tokens = list(WORDS), list(TOKENS)
     words[position], tokens[position] = " blue", 999
-    assert judge(EXPECTED, received_text("".join(words))).verdict is Verdict.WRONG
-    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is Verdict.WRONG
+    assert judge(EXPECTED, received_text("".join(words))).verdict is AnswerVerdict.WRONG
+    assert judge(EXPECTED, received_tokens(tokens, words)).verdict is AnswerVerdict.WRONG
 
 
 def test_what_came_before_a_break_must_be_right_too():
     """Wrong words are wrong even in a broken stream."""
-    assert judge(EXPECTED, received_text("the river runs", End.BROKEN)).verdict is Verdict.BROKEN
-    assert judge(EXPECTED, received_text("the river river", End.BROKEN)).verdict is Verdict.DOUBLED
-    assert judge(EXPECTED, received_text("the river past the", End.ERROR)).verdict is Verdict.LOST
-    assert judge(EXPECTED, received_text("the red", End.LEFT)).verdict is Verdict.WRONG
+    assert judge(EXPECTED, received_text("the river runs", AnswerEnd.BROKEN)).verdict is AnswerVerdict.BROKEN
+    assert judge(EXPECTED, received_text("the river river", AnswerEnd.BROKEN)).verdict is AnswerVerdict.DOUBLED
+    assert judge(EXPECTED, received_text("the river past the", AnswerEnd.ERROR)).verdict is AnswerVerdict.LOST
+    assert judge(EXPECTED, received_text("the red", AnswerEnd.LEFT)).verdict is AnswerVerdict.WRONG
 
 
 def test_an_answer_without_an_end_is_lost():
     """The client gave up waiting without having received an end."""
-    assert judge(EXPECTED, received_text("the river", End.SILENT)).verdict is Verdict.LOST
+    assert judge(EXPECTED, received_text("the river", AnswerEnd.SILENT)).verdict is AnswerVerdict.LOST
     cut = received_text("".join(WORDS))
     cut.choices[0].finish_reason = None
-    assert judge(EXPECTED, cut).verdict is Verdict.LOST
+    assert judge(EXPECTED, cut).verdict is AnswerVerdict.LOST
 
 
 def test_repeated_and_missing_events_are_found():
     """A replay may begin one event too early or too late, although the text still looks right."""
     text = "".join(WORDS)
-    assert judge(EXPECTED, received_text(text, event_fault="event 7 came again")).verdict is Verdict.DOUBLED
-    assert judge(EXPECTED, received_text(text, event_fault="events 7 to 8 lost")).verdict is Verdict.LOST
+    assert judge(EXPECTED, received_text(text, event_fault="event 7 came again")).verdict is AnswerVerdict.DOUBLED
+    assert judge(EXPECTED, received_text(text, event_fault="events 7 to 8 lost")).verdict is AnswerVerdict.LOST
 
 
 @pytest.mark.parametrize("counts", [(5, len(TOKENS) + 1), (5, len(TOKENS) - 1), (6, len(TOKENS)), (None, None)])
@@ -90,7 +90,7 @@ def test_usage_that_does_not_fit_the_answer_is_found(counts: tuple[int | None, i
     """Tokens of an earlier attempt that are counted twice, or not at all."""
     transcript = received_text("".join(WORDS))
     transcript.num_prompt_tokens, transcript.num_output_tokens = counts
-    assert judge(EXPECTED, transcript).verdict is Verdict.MISCOUNTED
+    assert judge(EXPECTED, transcript).verdict is AnswerVerdict.MISCOUNTED
 
 
 def test_each_choice_is_compared_with_its_own_answer():
@@ -98,10 +98,10 @@ def test_each_choice_is_compared_with_its_own_answer():
     other = cut_at_stop([1, 2], ["a", " b"], ())
     expected = Expected((EXPECTED.choices[0], other), num_prompt_tokens=5)
     right = [ReceivedChoice("".join(WORDS), finish_reason="length"), ReceivedChoice("a b", finish_reason="length")]
-    transcript = Transcript(right, 0.0, End.COMPLETE, num_prompt_tokens=5, num_output_tokens=len(TOKENS) + 2)
-    assert judge(expected, transcript).verdict is Verdict.OK
+    transcript = Transcript(right, 0.0, AnswerEnd.COMPLETE, num_prompt_tokens=5, num_output_tokens=len(TOKENS) + 2)
+    assert judge(expected, transcript).verdict is AnswerVerdict.OK
     transcript.choices.reverse()
-    assert judge(expected, transcript).verdict is Verdict.WRONG
+    assert judge(expected, transcript).verdict is AnswerVerdict.WRONG
 
 
 def test_a_stop_string_ends_the_text_before_it_and_the_count_after_it():

@@ -23,7 +23,7 @@ from lab.dst.checkers.limits import (
 from lab.dst.run_seed import run_seed
 from lab.dst.scenario import has_limits
 from lab.dst.tenancy import hostile
-from lab.dst.tenancy.lease_owners import Budget
+from lab.dst.tenancy.lease_owners import SimulatedBudget
 from lab.dst.trace import join_lines
 from router.core.events import Request
 from router.core.lease_messages import LeaseGrant, LeaseWant
@@ -118,13 +118,13 @@ def asks_anew_after_a_lost_answer(patch: Patch) -> None:
 
 def takes_one_grant_for_two(patch: Patch) -> None:
     """Control does not remember what it has granted: a change that is repeated is done again."""
-    original = Budget.lease
+    original = SimulatedBudget.lease
 
-    def lease(self: Budget, router: str, want: LeaseWant) -> LeaseGrant:
+    def lease(self: SimulatedBudget, router: str, want: LeaseWant) -> LeaseGrant:
         self._last_changes.clear()
         return original(self, router, want)
 
-    patch.setattr(Budget, "lease", lease)
+    patch.setattr(SimulatedBudget, "lease", lease)
 
 
 def charges_what_has_no_answer(patch: Patch) -> None:

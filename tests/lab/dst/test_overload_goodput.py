@@ -14,7 +14,7 @@ def test_goodput_holds_at_three_times_capacity(policy: str, seed: int) -> None:
     """A fabric that collapses under its load serves no request just when demand is highest."""
     plan = OverloadPlan(num_shards=1, policy=policy, seed=seed, seconds=80.0)
     capacity = find_capacity(plan)
-    rows = [measure(plan, capacity, load, sheds_early=True) for load in (1.0, 1.5, 3.0)]
+    rows = [measure(plan, capacity, load, sheds_load_early=True) for load in (1.0, 1.5, 3.0)]
     peak = max(row["goodput_per_second"] for row in rows)
     assert peak > 0.85 * capacity
     assert rows[-1]["goodput_per_second"] >= 0.9 * peak
@@ -25,12 +25,12 @@ def test_goodput_holds_at_three_times_capacity(policy: str, seed: int) -> None:
 def test_without_shedding_there_is_little_left() -> None:
     """The model can tell the difference: without shedding the same load does collapse it."""
     plan = OverloadPlan(num_shards=1, seconds=60.0)
-    row = measure(plan, find_capacity(plan), 2.0, sheds_early=False)
+    row = measure(plan, find_capacity(plan), 2.0, sheds_load_early=False)
     assert row["good_share"] < 0.2
 
 
 def test_a_fleet_with_room_refuses_hardly_anybody() -> None:
     """Early refusal is for overload: at half load it must not be noticeable."""
     plan = OverloadPlan(num_shards=1, seconds=80.0)
-    row = measure(plan, find_capacity(plan), 0.5, sheds_early=True)
+    row = measure(plan, find_capacity(plan), 0.5, sheds_load_early=True)
     assert row["refused_at_once_share"] < 0.01

@@ -39,7 +39,7 @@ from tests.fakes.cost_counting import (
     NUM_ROUNDS,
     CountingTransport,
     Counts,
-    NobodyLooks,
+    NoopObserver,
     assert_no_dearer,
     bytecodes_of,
     calls_of,
@@ -93,13 +93,13 @@ def router_half(num_streams: int) -> Callable[[], None]:
     rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], ["not this"])))
     rig.add_shard(max_batch=num_streams, max_model_len=1000, num_blocks=10_000)
     rig.handle(KvSnapshotArrived("s0", 0, ()))
-    driver = CoreDriver(rig.core, cast(Any, NobodyLooks()))
+    driver = CoreDriver(rig.core, cast(Any, NoopObserver()))
     transport = CountingTransport()
     client = ClientLink(
         driver,
         cast(Any, None),
         cast(Any, stream_of(RouterServiceConnectRequest, transport)),
-        cast(Any, NobodyLooks()),
+        cast(Any, NoopObserver()),
     )
     driver.add_client("c", client)
     slots: list[int] = []
@@ -142,7 +142,7 @@ def edge_half(num_streams: int) -> Callable[[], None]:
         shape = ChatFormatter(envelope, cast(Any, None))
         answer = StreamedAnswer([5], 1, shape, events, {}, with_details=False, with_explanation=False)
         request = link_request(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
-        link.submit(request, TrackedRequest(number, request, answer, cast(Any, NobodyLooks()), b""))
+        link.submit(request, TrackedRequest(number, request, answer, cast(Any, NoopObserver()), b""))
     slots = list(range(1, num_streams + 1))
     link._on_step(StepFrame(starts=[SequenceStart(slot=slot, shard_id="s0") for slot in slots]))
     for events in answers:

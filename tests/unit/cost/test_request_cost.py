@@ -41,17 +41,17 @@ from kvloom_common.models.served_model import ServedModel
 from router import convert
 from router.core.core import RouterCore
 from router.core.events import KvSnapshotArrived, RequestArrived, SafetyUp, ShardDescription, ShardUp, StepArrived
-from router.core_config import core_config
 from router.core_driver import CoreDriver
+from router.core_settings import core_config
 from router.decisions.log import DecisionLog
-from router.intake import Intake
 from router.links.prefilter import Prefilter
 from router.links.prompt_filter import PromptFilter
 from router.metrics import RouterMetrics
+from router.request_validator import RequestValidator
 from tests.fakes.cost_counting import (
     CountingTransport,
     Counts,
-    NobodyLooks,
+    NoopObserver,
     assert_no_dearer,
     bytecodes_of,
     calls_of,
@@ -91,7 +91,7 @@ class Shard:
         self.submits.append(ShardServiceConnectRequest(submits=submits))
 
 
-class Observer(NobodyLooks):
+class Observer(NoopObserver):
     """What the router's own does."""
 
     def __init__(self, core: RouterCore) -> None:
@@ -109,7 +109,7 @@ def router_half() -> Callable[[], None]:
     core = RouterCore(core_config(KvloomConfig()), seed=1)
     driver = CoreDriver(core, cast(Any, Observer(core)))
     tokenizer = model_tokenizer()
-    intake = Intake(tiny_models(tokenizer=tokenizer), 1000, lambda: True)
+    intake = RequestValidator(tiny_models(tokenizer=tokenizer), 1000, lambda: True)
     client, shards = Client(), [Shard() for _ in range(NUM_SHARDS)]
     driver.dispatch(SafetyUp(True, True, Prefilter(["bad"], ["worse"]), PromptFilter(["bad"], [], any_text=True)))
     for number, shard in enumerate(shards):

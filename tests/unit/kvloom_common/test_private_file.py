@@ -25,6 +25,7 @@ from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.access.api_keys import write_api_keys
 from kvloom_common.access.tenant_file import TenantFile
 from kvloom_common.config import KvloomConfig, dump_config
+from kvloom_common.delivery_log import MAX_BYTES, DeliveryLog, WitnessLine
 from kvloom_common.private_file import (
     make_own_folder,
     make_private_folder,
@@ -36,7 +37,6 @@ from kvloom_common.private_file import (
 )
 from kvloom_common.receipts import keys as receipt_keys
 from kvloom_common.trust.secret import FabricSecret, write_secret
-from kvloom_common.usage_witness import MAX_BYTES, UsageWitness, WitnessLine
 from router.decisions.file import RotatingFile
 from router.metering.recent import FILE as RECENT_FILE
 from router.metering.recent import RecentRecords
@@ -93,7 +93,7 @@ def write_tenants(path: Path) -> None:
 
 
 def write_witness(path: Path) -> None:
-    witness = UsageWitness(path)
+    witness = DeliveryLog(path)
     witness.note(WitnessLine("request", 1))
     witness.flush()
 

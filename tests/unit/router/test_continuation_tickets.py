@@ -24,7 +24,7 @@ from router.continuation_tickets import (
 )
 from router.core.actions import RequestEnded
 from router.core.events import Request
-from router.intake import AcceptedGenerate, Intake
+from router.request_validator import PreparedRequest, RequestValidator
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 TOKENIZER = model_tokenizer()
@@ -43,10 +43,10 @@ class Fabric:
     def digest(answer: Request) -> str:
         return digest_of(answer, 2, "", "")
 
-    def router(self, secret: FabricSecret = SECRET) -> Intake:
+    def router(self, secret: FabricSecret = SECRET) -> RequestValidator:
         self.tickets = ContinuationTickets(SecretSealer(secret), lambda: self.now)
         models = {name: ServedModel(name, TOKENIZER, 0, "fp") for name in ("m", "other")}
-        return Intake(models, 1000, lambda: True, meters_usage=True, tickets=self.tickets)
+        return RequestValidator(models, 1000, lambda: True, meters_usage=True, tickets=self.tickets)
 
 
 def wanted(*claims: str, ticket: bytes = b"", **fields: Any) -> pb.GenerateRequest:
@@ -70,8 +70,8 @@ def wanted(*claims: str, ticket: bytes = b"", **fields: Any) -> pb.GenerateReque
 
 
 async def accept(
-    router: Intake, request: pb.GenerateRequest, scope: CallerScope = OUTSIDE, client: str = "c"
-) -> AcceptedGenerate:
+    router: RequestValidator, request: pb.GenerateRequest, scope: CallerScope = OUTSIDE, client: str = "c"
+) -> PreparedRequest:
     return await router.accept_generate(request, client, scope=scope)
 
 
@@ -83,7 +83,7 @@ async def begun(fabric: Fabric, request: pb.GenerateRequest | None = None) -> tu
 
 
 async def believed(
-    router: Intake, request: pb.GenerateRequest, scope: CallerScope = OUTSIDE, client: str = "c"
+    router: RequestValidator, request: pb.GenerateRequest, scope: CallerScope = OUTSIDE, client: str = "c"
 ) -> bool:
     """Whether the answer counts as begun in the fabric."""
     found = (await accept(router, request, scope, client)).request

@@ -12,7 +12,7 @@ from kvloom_common.models.served_model import ServedModel
 from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import Request
 from router.core.objectives import LiveObjectives
-from router.intake import Intake
+from router.request_validator import RequestValidator
 from tests.fakes.link_requests import make_submit
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -20,8 +20,8 @@ OUTSIDE = CallerScope("acme/search")
 TOKENIZER = model_tokenizer()
 
 
-def intake() -> Intake:
-    return Intake({"m": ServedModel("m", TOKENIZER, 0, "fp")}, 1000, lambda: True, meters_usage=True)
+def intake() -> RequestValidator:
+    return RequestValidator({"m": ServedModel("m", TOKENIZER, 0, "fp")}, 1000, lambda: True, meters_usage=True)
 
 
 def submitted(scope: CallerScope, output: str = "", **fields: Any) -> Request:

@@ -10,8 +10,8 @@ from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom_common.config import PriorityClassConfig, RouterConfig
 from router.core.events import Request
-from router.core_config import declared_classes
-from router.intake import Intake
+from router.core_settings import declared_classes
+from router.request_validator import RequestValidator
 from tests.fakes.link_requests import make_submit
 from tests.fakes.served_models import tiny_models
 
@@ -19,7 +19,7 @@ GOLD = PriorityClassConfig(name="gold", rank=0, weight=2.0)
 
 
 def request_of(*configs: PriorityClassConfig, **fields: object) -> Request:
-    intake = Intake(tiny_models(), 50, lambda: False, classes=declared_classes(configs))
+    intake = RequestValidator(tiny_models(), 50, lambda: False, classes=declared_classes(configs))
     fields = {"choices": [Choice(slot=1)], **fields}
     submit = make_submit(model="tiny", prompt_token_ids=[1], **fields)  # pyright: ignore[reportArgumentType]
     return intake.request_from_submit(submit, "c")

@@ -13,14 +13,14 @@ from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import Objectives
 from router.core.events import Request
 from router.core.objectives import Objectives as CoreObjectives
-from router.intake import Intake
 from router.request_builder import within_deadline
+from router.request_validator import RequestValidator
 from tests.fakes.link_requests import make_submit
 from tests.fakes.served_models import tiny_models
 
 
 def request_of(objectives: Objectives | None) -> Request:
-    intake = Intake(tiny_models(), 50, lambda: False)
+    intake = RequestValidator(tiny_models(), 50, lambda: False)
     submit = make_submit(model="tiny", prompt_token_ids=[1], choices=[Choice(slot=1)], objectives=objectives)
     return intake.request_from_submit(submit, "c")
 

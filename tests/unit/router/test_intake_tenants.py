@@ -16,7 +16,7 @@ from kvloom_common.tenancy.class_rights import ClassRights
 from kvloom_common.tenancy.table import Tenant
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.core.events import Request
-from router.intake import Intake
+from router.request_validator import RequestValidator
 from tests.fakes.fake_control import SEARCH_KEY, two_organisations
 from tests.fakes.link_requests import make_submit
 from tests.fakes.tenants import change, identities_of
@@ -25,7 +25,7 @@ SALTS = CacheSalts(b"key")
 
 
 def request_of(scope: CallerScope, **fields: Any) -> Request:
-    intake = Intake({}, 1000, lambda: False, cache_salts=SALTS)
+    intake = RequestValidator({}, 1000, lambda: False, cache_salts=SALTS)
     submit = make_submit(
         request_id="r",
         model="m",

@@ -10,7 +10,7 @@ from kvloom_common.plugins import PluginError
 from kvloom_common.process.failure_log import LOG_SECONDS
 from router.core.core import RouterCore
 from router.core.placement import Policy
-from router.core_config import core_config
+from router.core_settings import core_config
 from router.placement_plugins import GuardedPolicy, guarded_policy
 from tests.fakes.plugin_site import PluginSite
 from tests.unit.router.core.test_placement_policies import ARRIVAL, CANDIDATE, other

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.config import ConfigError, ShadowConfig
-from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, Tier
+from router.core.events import SHADOW_CLIENT_ID, ChoiceSpec, Request, TierRank
 from router.shadow.sampling import (
     Sample,
     check_shadows,
@@ -62,7 +62,7 @@ def test_a_scoring_request_is_one_prefill_of_prompt_and_answer() -> None:
     assert isinstance(request.sampling, SamplingParams)
     assert request.sampling.HasField("prompt_logprobs")
     assert (request.sampling.prompt_logprobs_start, request.max_cached_tokens) == (2, 1)
-    assert (request.client_id, request.tier) == (SHADOW_CLIENT_ID, Tier.SHADOW)
+    assert (request.client_id, request.tier) == (SHADOW_CLIENT_ID, TierRank.SHADOW)
     assert (request.traceparent, request.client_request_id, request.prompt_text) == ("", "", "")
     assert request.tenant not in ("", "t")
 

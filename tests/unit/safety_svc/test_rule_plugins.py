@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from safety_svc.classify import broken_categories
-from safety_svc.policy import Policy, PolicyError, load_policy
+from safety_svc.policy import PolicyError, SafetyPolicy, load_policy
 from safety_svc.prefilter import answer_prefilter, prompt_prefilter
 from safety_svc.rule_plugins import RuleFailedError
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt
@@ -34,7 +34,7 @@ class Acme:
 """
 
 
-def policy_with(site: PluginSite, text: str = RULE, source: str = SCRIPTED) -> Policy:
+def policy_with(site: PluginSite, text: str = RULE, source: str = SCRIPTED) -> SafetyPolicy:
     if not (site.folder / "acme_rules.py").exists():
         site.install("acme_rules", GROUP, {"acme": "acme_rules:Acme"}, source)
     path: Path = site.folder / "policy.toml"

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom_common.config import ShardConfig, SimConfig
 from kvloom_common.text.block_hash import root_hash
-from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.queue_order import AGING, MAX_PATIENCE_SECONDS
 from shard_server.engines.sim_engine import SimEngine
 from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner
@@ -95,7 +95,7 @@ def test_what_was_preempted_resumes_before_others_begin() -> None:
         assert bench.answers["new"].start is None
         bench.step()
     bench.serve()
-    assert bench.answers["new"].reason is FinishReason.LENGTH
+    assert bench.answers["new"].reason is SequenceFinishReason.LENGTH
 
 
 @pytest.mark.parametrize("seed", range(4))

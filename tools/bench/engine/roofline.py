@@ -33,7 +33,7 @@ _MATMUL_SIZES: Final = (512, 1024, 2048)
 _CACHES: Final = Path("/sys/devices/system/cpu")
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MachineLimits(msgspec.Struct, frozen=True):
     """The most that this machine can do with `num_threads` threads."""
 
     num_threads: int
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True):
     """"fma" for a compiled loop of vector instructions, "matmul" for torch's products where there is no compiler."""
 
 
-def measure_limits(num_threads: int) -> Limits:
+def measure_limits(num_threads: int) -> MachineLimits:
     """Takes a few seconds and, for their duration, up to a quarter of the free memory. Each limit is the best of
     several passes."""
     torch.set_num_threads(num_threads)
@@ -53,15 +53,15 @@ def measure_limits(num_threads: int) -> Limits:
     try:
         from tools.bench.engine.roofline_kernels import OPERATIONS_PER_ITERATION, multiply_add, sum_words
     except ImportError:
-        return Limits(num_threads, gb_per_second, _matmul_rate(), "matmul")
+        return MachineLimits(num_threads, gb_per_second, _matmul_rate(), "matmul")
     with ThreadPoolExecutor(num_threads) as pool:
         gb_per_second = max(gb_per_second, _compiled_bandwidth(pool, num_threads, sum_words))
         rate = _fma_rate(pool, num_threads, multiply_add, OPERATIONS_PER_ITERATION)
-    return Limits(num_threads, gb_per_second, rate, "fma")
+    return MachineLimits(num_threads, gb_per_second, rate, "fma")
 
 
 def decode_shares(
-    limits: Limits,
+    limits: MachineLimits,
     config: LlamaConfig,
     context_lengths: Sequence[float],
     step_seconds: float,
@@ -78,13 +78,13 @@ def decode_shares(
     return _shares(limits, gb_per_second, decode_step_operations(config, context_lengths) / step_seconds / 1e9)
 
 
-def prefill_shares(limits: Limits, config: LlamaConfig, num_tokens: int, seconds: float) -> dict[str, float]:
+def prefill_shares(limits: MachineLimits, config: LlamaConfig, num_tokens: int, seconds: float) -> dict[str, float]:
     """Returns the shares that a prompt of `num_tokens` reaches. There is no share of the bandwidth, which it hardly
     needs."""
     return _shares(limits, None, prefill_operations(config, num_tokens) / seconds / 1e9)
 
 
-def _shares(limits: Limits, gb_per_second: float | None, gflop_per_second: float) -> dict[str, float]:
+def _shares(limits: MachineLimits, gb_per_second: float | None, gflop_per_second: float) -> dict[str, float]:
     shares: dict[str, float] = {}
     if gb_per_second is not None:
         shares = {

@@ -20,7 +20,7 @@ from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1 import directory_service_pb2, directory_service_pb2_grpc
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
-from tools.fleet.members import Fleet
+from tools.fleet.members import FleetAccess
 from tools.options import F, config_option, data_dir_option, option
 
 CALL_SECONDS: Final = 30.0
@@ -55,7 +55,7 @@ class Directory:
                 return
 
     async def _ask(self, method: str, request: Message) -> Any:
-        fleet = Fleet.open(self.data_dir, self.config_file)
+        fleet = FleetAccess.open(self.data_dir, self.config_file)
         if not fleet.config.control.enabled:
             raise CommandError(
                 "this fabric has no tenants: start it with `kvloom up --control`, or set control.enabled in its file"

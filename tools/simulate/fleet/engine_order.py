@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from shard_server.engines.prefill_order import PrefillOrder
 from shard_server.engines.queue_order import CLASS_PATIENCE_SECONDS, class_order
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.step_time import prefill_seconds
@@ -119,7 +119,7 @@ class ShortestPrefillFirst:
 
     newcomers_may_pass = True
 
-    def __init__(self, profile: Profile, block_size: int, cache: KvCache) -> None:
+    def __init__(self, profile: Profile, block_size: int, cache: ModelledKvCache) -> None:
         self._profile = profile
         self._block_size = block_size
         self._cache = cache

@@ -11,7 +11,7 @@ import msgspec
 from router.core.actions import Action
 from router.core.core import CoreConfig
 from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed, ShortestPrefillFirst
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.shard import SimShard
@@ -104,7 +104,7 @@ def _make_shards(options: FleetOptions, part: ModelFleet, block_size: int, first
     profile = part.profile
     label = f"shard-{part.name}" if options.models else "shard"
     num_blocks = part.capacity_blocks or profile.capacity_tokens // block_size
-    caches = [KvCache(num_blocks) for _ in range(part.num_shards)]
+    caches = [ModelledKvCache(num_blocks) for _ in range(part.num_shards)]
     bandwidth = options.peer_fetch_bytes_per_second
     shards: list[SimShard] = []
     for index, cache in enumerate(caches, first_index):

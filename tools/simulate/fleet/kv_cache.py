@@ -43,7 +43,7 @@ class Lease:
         self._run = run
 
 
-class KvCache:
+class ModelledKvCache:
     """`num_blocks` blocks, each free, private to one lease, or cached (and then held by leases or evictable)."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.step_time import prefill_seconds
@@ -17,7 +17,12 @@ class PeerLink:
     """The link of one shard to the caches of the others."""
 
     def __init__(
-        self, profile: Profile, block_size: int, bytes_per_second: float, slowness: float, peers: Sequence[KvCache]
+        self,
+        profile: Profile,
+        block_size: int,
+        bytes_per_second: float,
+        slowness: float,
+        peers: Sequence[ModelledKvCache],
     ) -> None:
         self._profile = profile
         self._block_size = block_size

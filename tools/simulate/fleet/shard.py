@@ -16,11 +16,11 @@ import math
 from router.core.events import ShardLoad
 from tools.simulate.fleet.decode_batch import DecodeBatch
 from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
-from tools.simulate.fleet.step_speed import StepSpeed
+from tools.simulate.fleet.step_speed import ModelledStepSpeed
 from tools.simulate.fleet.step_time import DecodeRun, decode_run, prefill_step_seconds
 
 
@@ -54,7 +54,7 @@ class SimShard:
         shard_id: str,
         profile: Profile,
         block_size: int,
-        cache: KvCache,
+        cache: ModelledKvCache,
         *,
         num_routers: int = 1,
         slowness: float = 1.0,
@@ -75,7 +75,7 @@ class SimShard:
         self._counts = [_Counts() for _ in range(num_routers)]
         self._sequences: dict[tuple[int, int], ShardSequence] = {}
         """The live sequences, by router and slot."""
-        self._speed = StepSpeed()
+        self._speed = ModelledStepSpeed()
         # The current steps: a decode run, one step with prefill chunks, or a wait for a fetch.
         self._began_at = 0.0
         self._num_steps = 0

@@ -15,7 +15,7 @@ _HALF_LIFE_TOKENS: Final = 2048
 """After so many prefill tokens the weight of earlier measurements is halved."""
 
 
-class StepSpeed:
+class ModelledStepSpeed:
     def __init__(self) -> None:
         self.decode_step_seconds = 0.0
         """The duration of a step without prefill. 0 means not known yet."""

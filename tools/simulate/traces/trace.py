@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Literal, Protocol, overload
 
-from tools.simulate.workload import Workload
+from tools.simulate.workload import SimulatedWorkload
 from tools.stable_hash import stable_hash
 
 TraceFormat = Literal["mooncake", "weka", "azure"]
 _BASE_MASK = (1 << 62) - 1
 
 
-class MeasuredWorkload(Workload, Protocol):
+class MeasuredWorkload(SimulatedWorkload, Protocol):
     """A workload that knows which of its calls arrive while the load is the requested one."""
 
     @property

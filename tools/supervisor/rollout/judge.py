@@ -39,7 +39,7 @@ _BISECTIONS: Final = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class RolloutLimits:
     """Says what is still acceptable."""
 
     max_error_rate_increase: float = 0.02
@@ -83,12 +83,12 @@ class Decision(enum.Enum):
     ROLL_BACK = "roll back"
 
 
-class Verdict(NamedTuple):
+class RolloutVerdict(NamedTuple):
     decision: Decision
     reason: str = ""
 
 
-def judge(old: Counts, new: Counts, limits: Limits, look: int, gap: GapSums | None = None) -> Verdict:
+def judge(old: Counts, new: Counts, limits: RolloutLimits, look: int, gap: GapSums | None = None) -> RolloutVerdict:
     """`look`: the how-manieth of this step this is, from 1. `gap`: how likely the new version finds the answers of the
     old one. Without requests of the old version its errors are none,
     and times are not compared."""
@@ -97,13 +97,13 @@ def judge(old: Counts, new: Counts, limits: Limits, look: int, gap: GapSums | No
         _too_many_errors(old, new, limits, alpha) or _too_slow(old, new, limits, alpha) or too_unlikely(gap, limits)
     )
     if reason:
-        return Verdict(Decision.ROLL_BACK, reason)
+        return RolloutVerdict(Decision.ROLL_BACK, reason)
     if new.num_requests < limits.min_requests:
-        return Verdict(Decision.WAIT, f"{new.num_requests} of at least {limits.min_requests} requests")
-    return Verdict(Decision.CONTINUE)
+        return RolloutVerdict(Decision.WAIT, f"{new.num_requests} of at least {limits.min_requests} requests")
+    return RolloutVerdict(Decision.CONTINUE)
 
 
-def _too_many_errors(old: Counts, new: Counts, limits: Limits, alpha: float) -> str:
+def _too_many_errors(old: Counts, new: Counts, limits: RolloutLimits, alpha: float) -> str:
     at_least = rate_at_least(new.num_errors, new.num_requests, alpha)
     at_most = rate_at_most(old.num_errors, old.num_requests, alpha) if old.num_requests else 0.0
     if at_least <= at_most + limits.max_error_rate_increase:
@@ -114,7 +114,7 @@ def _too_many_errors(old: Counts, new: Counts, limits: Limits, alpha: float) -> 
     )
 
 
-def _too_slow(old: Counts, new: Counts, limits: Limits, alpha: float) -> str:
+def _too_slow(old: Counts, new: Counts, limits: RolloutLimits, alpha: float) -> str:
     for rank in QUANTILES:
         at_least = quantile_at_least(new, rank, alpha)
         at_most = quantile_at_most(old, rank, alpha)
@@ -127,7 +127,7 @@ def _too_slow(old: Counts, new: Counts, limits: Limits, alpha: float) -> str:
     return ""
 
 
-def too_unlikely(gap: GapSums | None, limits: Limits) -> str:
+def too_unlikely(gap: GapSums | None, limits: RolloutLimits) -> str:
     """Why the new version is taken back; "" if it is not certain enough. It may be asked at any time, since the bound
     holds then."""
     if gap is None or limits.max_likelihood_gap is None:

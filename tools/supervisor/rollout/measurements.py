@@ -103,7 +103,7 @@ class Increments:
         return {series: value - earlier.get(series, 0.0) for series, value in self.total.items()}
 
 
-class Metering(Protocol):
+class RolloutMeasurements(Protocol):
     """Where a rollout gets its figures from."""
 
     async def read(self) -> bool:

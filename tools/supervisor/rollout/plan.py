@@ -12,7 +12,7 @@ import msgspec
 from kvloom_common.config import ModelConfig
 from kvloom_common.models.configured import merged_settings
 from tools.failures import CommandError
-from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.judge import RolloutLimits
 
 MAX_STEPS: Final = 64
 MAX_HOLD_SECONDS: Final = 86_400.0
@@ -39,7 +39,7 @@ class RolloutPlan:
     """How long a step lasts at least."""
     drain_seconds: float = 600.0
     """How long answers of the version that goes may take to end."""
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    limits: RolloutLimits = dataclasses.field(default_factory=RolloutLimits)
     scored_share: float = 0.0
     """The share of the old version's answers that the new one scores, from 0 to 1."""
 

@@ -10,8 +10,8 @@ from kvloom_common.discovery.registry import POLL_SECONDS
 from kvloom_common.models.likelihood_gap import GapSums
 from tools.failures import CommandError
 from tools.supervisor.rollout.announcement import Shares
-from tools.supervisor.rollout.judge import Counts, Decision, Looks, Verdict, judge, too_unlikely
-from tools.supervisor.rollout.measurements import Metering, Series, counts_of, gap_of
+from tools.supervisor.rollout.judge import Counts, Decision, Looks, RolloutVerdict, judge, too_unlikely
+from tools.supervisor.rollout.measurements import RolloutMeasurements, Series, counts_of, gap_of
 from tools.supervisor.rollout.plan import MAX_HOLDS, RolloutPlan
 from tools.supervisor.rollout.state import RolloutState
 
@@ -24,7 +24,7 @@ BLIND_SECONDS: Final = 10.0
 OnStep = Callable[[str], None]
 
 
-class Versions(Protocol):
+class RolloutVersions(Protocol):
     """The two versions of the model on this machine. All methods raise CommandError."""
 
     async def load_new(self, on_step: OnStep) -> None: ...
@@ -49,9 +49,9 @@ class Rollout:
         self,
         plan: RolloutPlan,
         state: RolloutState,
-        versions: Versions,
+        versions: RolloutVersions,
         shares: Shares,
-        metering: Metering,
+        metering: RolloutMeasurements,
         on_step: OnStep,
         *,
         look_seconds: float = LOOK_SECONDS,
@@ -137,7 +137,7 @@ class Rollout:
         clock = asyncio.get_running_loop()
         began = read_at = clock.time()
         earlier: Mapping[Series, float] = dict(self._metering.increments.total)
-        looks, verdict = Looks(), Verdict(Decision.WAIT)
+        looks, verdict = Looks(), RolloutVerdict(Decision.WAIT)
         while True:
             await self._pause()
             now = clock.time()
@@ -152,7 +152,7 @@ class Rollout:
             if looks.take(new.num_requests, is_end=is_over):
                 verdict = judge(old, new, self._plan.limits, looks.count, gap)
             elif reason := too_unlikely(gap, self._plan.limits):
-                verdict = Verdict(Decision.ROLL_BACK, reason)
+                verdict = RolloutVerdict(Decision.ROLL_BACK, reason)
             if verdict.decision is Decision.ROLL_BACK:
                 self._report(old, new, gap, verdict)
                 raise _RolledBackError(verdict.reason)
@@ -190,7 +190,7 @@ class Rollout:
             old = counts_of(increments.total, self.state.old)
         return old, new
 
-    def _report(self, old: Counts, new: Counts, gap: GapSums, verdict: Verdict) -> None:
+    def _report(self, old: Counts, new: Counts, gap: GapSums, verdict: RolloutVerdict) -> None:
         for name, counts in ((self.state.old, old), (self.state.new, new)):
             self._on_step(f"  {name}: {described(counts)}")
         if gap.num_answers:

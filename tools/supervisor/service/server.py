@@ -58,7 +58,7 @@ from tools.supervisor.logs.entries import LEVELS
 from tools.supervisor.logs.entries import LogEntry as Entry
 from tools.supervisor.logs.files import LogQuery, LogReader, chunked
 from tools.supervisor.models.adapters import ListedAdapter, adapter_config
-from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.judge import RolloutLimits
 from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
 from tools.supervisor.service.state_messages import state_to_proto
 from tools.supervisor.state import FabricState
@@ -283,7 +283,7 @@ async def _steps(start: Callable[[OnStep], Awaitable[None]], context: Any) -> As
 def _plan(request: StartRolloutRequest) -> RolloutPlan:
     """Raises CommandError."""
     gap = request.max_likelihood_gap if request.HasField("max_likelihood_gap") else None
-    limits = Limits(request.max_error_rate_increase, request.max_ttft_ratio, gap, request.min_requests)
+    limits = RolloutLimits(request.max_error_rate_increase, request.max_ttft_ratio, gap, request.min_requests)
     if request.path.startswith(".") or len(request.shard_settings) > MAX_SHARD_SETTINGS:
         raise CommandError(f"path must be absolute, and shard_settings has at most {MAX_SHARD_SETTINGS} entries")
     return RolloutPlan(

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, TokenLogprobs
+from shard_server.engines.base import EngineRequest, SequenceEnd, SequenceFinishReason, TokenLogprobs
 from shard_server.engines.tensorrt_llm.api import CompletionOutput, Logprob, RequestOutput
 
-_FINISH_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_FINISH_REASONS: Final = {"stop": SequenceFinishReason.STOP, "length": SequenceFinishReason.LENGTH}
 """Every other end is an error here, because a request that we cancelled is not read any further."""
 
 
@@ -23,7 +23,7 @@ class StreamDelta:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    end: FinishReason | None = None
+    end: SequenceFinishReason | None = None
     error: str = ""
 
 
@@ -81,8 +81,8 @@ class RequestStream:
         reason = completion.finish_reason
         if self.request.prefill_only and reason == "not_finished":
             reason = "length"  # some versions end a context-only request so: another engine continues it
-        delta.end = _FINISH_REASONS.get(reason or "", FinishReason.ERROR)
-        if delta.end is FinishReason.ERROR:
+        delta.end = _FINISH_REASONS.get(reason or "", SequenceFinishReason.ERROR)
+        if delta.end is SequenceFinishReason.ERROR:
             delta.error = f"TensorRT-LLM ended it with finish_reason {reason!r}"
 
     def _trim(self, delta: StreamDelta) -> None:
@@ -92,11 +92,11 @@ class RequestStream:
         for position, token_id in enumerate(delta.token_ids):
             if position == left:
                 del delta.token_ids[position:]
-                delta.end = FinishReason.LENGTH
+                delta.end = SequenceFinishReason.LENGTH
                 return
             if token_id in stops:
                 del delta.token_ids[position + 1 :]
-                delta.end = FinishReason.STOP
+                delta.end = SequenceFinishReason.STOP
                 return
 
     def _logprobs(self, completion: CompletionOutput, seen: int, token_ids: Sequence[int]) -> list[TokenLogprobs]:

@@ -12,10 +12,10 @@ import torch
 from shard_server.engines.base import (
     EngineLoad,
     EngineRequest,
-    FinishReason,
     LoadShare,
     PoolingKind,
     SequenceEnd,
+    SequenceFinishReason,
     SequenceStart,
     StepOutput,
 )
@@ -30,7 +30,7 @@ _WARM_UP_TOKENS: Final = 64
 _NUM_WARM_UPS: Final = 3
 
 
-class Runner(Protocol):
+class HiddenStateRunner(Protocol):
     """Computes hidden states; see EncoderRunner."""
 
     def run(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
@@ -46,7 +46,7 @@ class EncoderLoop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: HiddenStateRunner,
         *,
         num_blocks: int,
         max_batch: int,
@@ -90,7 +90,7 @@ class EncoderLoop:
         for waiting in self._waiting:
             if waiting.request.request_id == request_id:
                 self._waiting.remove(waiting)
-                self._output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
+                self._output.ends.append(SequenceEnd(request_id, SequenceFinishReason.CANCELLED))
                 return
 
     @property
@@ -140,7 +140,7 @@ class EncoderLoop:
             longest = max(batch, key=_size)
             self._waiting.extendleft(one for one in reversed(batch) if one is not longest)
             self._output.ends.append(
-                SequenceEnd(longest.request.request_id, FinishReason.ERROR, f"out of memory: {error}")
+                SequenceEnd(longest.request.request_id, SequenceFinishReason.ERROR, f"out of memory: {error}")
             )
             return
         for one, of_text in zip(batch, states, strict=True):
@@ -153,10 +153,10 @@ class EncoderLoop:
         vector = pooled.vector()
         if vector is None:
             problem = "the model's hidden states are not finite"
-            self._output.ends.append(SequenceEnd(request.request_id, FinishReason.ERROR, problem))
+            self._output.ends.append(SequenceEnd(request.request_id, SequenceFinishReason.ERROR, problem))
             return
         self._output.starts.append(SequenceStart(request.request_id, 0, max(0.0, queue_time_seconds)))
-        self._output.ends.append(SequenceEnd(request.request_id, FinishReason.STOP, embedding=vector))
+        self._output.ends.append(SequenceEnd(request.request_id, SequenceFinishReason.STOP, embedding=vector))
 
     def _load(self) -> EngineLoad:
         shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)

@@ -26,7 +26,7 @@ from router.core.frames import Step
 from router.core.live import Choice
 from router.core.relay import lifecycle
 from router.core.relay.lifecycle import Lifecycle
-from router.core.withheld_output import WithheldOutput
+from router.core.uncleared_output import UnclearedOutput
 from tests.lab.dst.planted_bugs.change_steps import change_steps
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
@@ -49,9 +49,9 @@ def drops_the_seventh_token(patch: Patch) -> None:
 @caught_by(TokensExact)
 def sends_withheld_tokens_twice(patch: Patch) -> None:
     """Withheld output that is cleared in two parts sends the last entry of the first part again."""
-    original = WithheldOutput.take_clear
+    original = UnclearedOutput.take_clear
 
-    def take_clear(self: WithheldOutput) -> Any:
+    def take_clear(self: UnclearedOutput) -> Any:
         last = self.entries[0] if len(self.entries) > 1 else None
         taken = original(self)
         if taken is not None and last is not None and self.entries:
@@ -59,7 +59,7 @@ def sends_withheld_tokens_twice(patch: Patch) -> None:
             self.num_tokens += len(last[0])
         return taken
 
-    patch.setattr(WithheldOutput, "take_clear", take_clear)
+    patch.setattr(UnclearedOutput, "take_clear", take_clear)
 
 
 @caught_by(TextIntact, first_seed=100)

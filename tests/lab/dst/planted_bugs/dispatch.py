@@ -36,7 +36,7 @@ from router.core.placement.ect import Ect
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.relay.lifecycle import Lifecycle
-from router.core.request_end import Moves
+from router.core.request_end import RelocationCounts
 from tests.lab.dst.planted_bugs.change_steps import change_steps
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
@@ -136,7 +136,7 @@ def never_stops_trying(patch: Patch) -> None:
 @caught_by(MovesCounted)
 def forgets_failovers(patch: Patch) -> None:
     """A record does not say that its answer survived a shard."""
-    patch.setattr(Moves, "with_failover", lambda self: self)
+    patch.setattr(RelocationCounts, "with_failover", lambda self: self)
 
 
 @caught_by(PlacementsFit)

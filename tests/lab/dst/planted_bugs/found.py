@@ -119,7 +119,7 @@ def brings_a_forgotten_rollout_back(patch: Patch) -> None:
 def refuses_what_comes_with_a_withdrawal(patch: Patch) -> None:
     """A request that an edge without the registry sends before it hears that the old version has been withdrawn, which
     the router knows already, gets 404 although the new version is there."""
-    patch.setattr(edge, "heirs", lambda _passed, _models: iter(()))
+    patch.setattr(edge, "fallback_models", lambda _passed, _models: iter(()))
 
 
 @caught_by(RolloutsHarmless, first_seed=580)

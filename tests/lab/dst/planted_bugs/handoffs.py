@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lab.dst.checkers import HandoffsCollected, HandoffsKept, LegsFit
-from router.core.dispatch.prefill_legs import PrefillLegs
-from router.core.live import LiveRequest, Split
+from router.core.dispatch.prefill_handoffs import PrefillHandoffs
+from router.core.live import LiveRequest, PrefillHandoff
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
 
@@ -12,25 +12,25 @@ from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 def forgets_legs_of_requests_that_end(patch: Patch) -> None:
     """The prompt of a request that was cancelled is computed all the same."""
 
-    def cancel(_self: PrefillLegs, _live: LiveRequest, split: Split, _now: float) -> None:
+    def cancel(_self: PrefillHandoffs, _live: LiveRequest, split: PrefillHandoff, _now: float) -> None:
         split.end_leg()
 
-    patch.setattr(PrefillLegs, "cancel", cancel)
+    patch.setattr(PrefillHandoffs, "cancel", cancel)
 
 
 @caught_by(HandoffsKept)
 def uses_handoffs_again(patch: Patch) -> None:
     """An attempt that follows a failed one comes with the same hand-off, whose KV has been fetched."""
 
-    def take_handoff(self: Split, *, is_usable: bool) -> bytes:
+    def take_handoff(self: PrefillHandoff, *, is_usable: bool) -> bytes:
         self.is_used = is_usable and bool(self.handoff)
         return self.handoff if is_usable else b""
 
-    patch.setattr(Split, "take_handoff", take_handoff)
+    patch.setattr(PrefillHandoff, "take_handoff", take_handoff)
 
 
 @caught_by(HandoffsCollected)
 def leaves_kv_of_cancelled_answers(patch: Patch) -> None:
     """The KV of an answer that ends before it is sent to a shard, or of a leg that was given up, stays until a
     timeout."""
-    patch.setattr(PrefillLegs, "_collect", lambda *_: None)
+    patch.setattr(PrefillHandoffs, "_collect", lambda *_: None)

@@ -35,7 +35,7 @@ def counts_decode_time_as_queue_time(patch: Patch) -> None:
     original = OverloadGuard.refusal
 
     def refusal(self: OverloadGuard, request: Request, timeout_seconds: float, now: float) -> Any:
-        if self._config.sheds_early:
+        if self._config.sheds_load_early:
             wait_seconds = self._model(request.model).service_seconds(request.max_tokens)
             if wait_seconds > self._max_queue_seconds:
                 return self.full(request, now)

@@ -12,7 +12,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from router.core.events import Request
-from router.intake import Intake
+from router.request_validator import RequestValidator
 from shard_server.engines.base import EngineInfo
 from shard_server.submits import resolve_submit
 from tests.fakes.link_requests import make_submit
@@ -33,7 +33,7 @@ INFO = EngineInfo(
 
 
 def by_router(**prompt: Any) -> list[int]:
-    intake = Intake(tiny_models(), 50, lambda: False)
+    intake = RequestValidator(tiny_models(), 50, lambda: False)
     request = intake.request_from_submit(make_submit(model="tiny", choices=[Choice(slot=1)], **prompt), "c")
     assert isinstance(request, Request)
     return list(request.prompt_token_ids)

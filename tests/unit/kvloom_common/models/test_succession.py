@@ -14,7 +14,7 @@ from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from kvloom_common.discovery.records import RolloutRecord
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.model_routes import ModelRoutes, RouteFacts
-from kvloom_common.models.succession import SuccessionFollower, error_to_tell, heirs
+from kvloom_common.models.succession import SuccessionFollower, error_to_report, fallback_models
 from kvloom_common.process.watched_files import following
 from tests.fakes.served_models import tiny_model
 from tests.waiting import eventually
@@ -84,17 +84,17 @@ def test_a_withdrawal_has_precedence_over_what_is_known_of_the_rollout(share: fl
 def test_an_heir_takes_only_what_was_refused_as_withdrawn_and_once() -> None:
     """The new version must not get the old one's requests because that one is busy, and a refusal by both must end."""
     models = catalogue().by_name
-    assert list(heirs([("m", GONE)], models)) == list(heirs([("chat", GONE)], models)) == ["m@2"]
-    assert not list(heirs([("m", FULL)], models))
-    assert not list(heirs([("m", GONE), ("m@2", GONE)], models))
-    assert not list(heirs([("unknown", GONE)], models))
+    assert list(fallback_models([("m", GONE)], models)) == list(fallback_models([("chat", GONE)], models)) == ["m@2"]
+    assert not list(fallback_models([("m", FULL)], models))
+    assert not list(fallback_models([("m", GONE), ("m@2", GONE)], models))
+    assert not list(fallback_models([("unknown", GONE)], models))
     passed = [("m", GONE)]
-    passed.extend((heir, GONE) for heir in heirs(passed, models))
+    passed.extend((heir, GONE) for heir in fallback_models(passed, models))
     assert [name for name, _ in passed] == ["m", "m@2"]
 
 
 def test_a_model_that_is_not_there_hides_no_error_of_one_that_is() -> None:
     """The client of a model whose new version has been taken back would be told that its model does not exist, and not
     try again, though the old version is only busy."""
-    assert error_to_tell([("m@2", GONE), ("m", FULL)]) is FULL
-    assert error_to_tell([("m@2", GONE), ("m", GONE)]) is GONE
+    assert error_to_report([("m@2", GONE), ("m", FULL)]) is FULL
+    assert error_to_report([("m@2", GONE), ("m", GONE)]) is GONE

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom_common.replay.event_log import EVENT_OVERHEAD_BYTES, LOG_OVERHEAD_BYTES, ByteBudget, EventLog
+from kvloom_common.replay.event_log import EVENT_OVERHEAD_BYTES, LOG_OVERHEAD_BYTES, EventLog, ReplayBudget
 from tests.examples import num_examples
 
 OPERATIONS = st.lists(
@@ -24,7 +24,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.integers(0, 2500))
 def test_log_is_a_bounded_window_of_all_events(operations: list[tuple], room_bytes: int) -> None:
     """Compared with the plainest model: the latest events, whole and in order, that fit the bound."""
-    budget = ByteBudget(1 << 30, lambda: None)
+    budget = ReplayBudget(1 << 30, lambda: None)
     log = EventLog(LOG_OVERHEAD_BYTES + room_bytes, budget)
     everything: list[bytes] = []
     kept: deque[int] = deque()
@@ -57,7 +57,7 @@ def test_log_is_a_bounded_window_of_all_events(operations: list[tuple], room_byt
 
 def test_log_that_runs_over_for_long_stays_small() -> None:
     """Forgotten events must not keep their places in the list."""
-    log = EventLog(LOG_OVERHEAD_BYTES + 100 * (10 + EVENT_OVERHEAD_BYTES), ByteBudget(1 << 30, lambda: None))
+    log = EventLog(LOG_OVERHEAD_BYTES + 100 * (10 + EVENT_OVERHEAD_BYTES), ReplayBudget(1 << 30, lambda: None))
     for number in range(100_000):
         log.append(b"%010d" % number)
     assert list(log.read(99_900, 1 << 20)) == [b"%010d" % number for number in range(99_900, 100_000)]
@@ -67,7 +67,7 @@ def test_log_that_runs_over_for_long_stays_small() -> None:
 def test_budget_asks_for_room_when_it_is_exceeded() -> None:
     """The append that exceeds the bound is the one that makes room: memory never exceeds it by more than an event."""
     logs: list[EventLog] = []
-    budget = ByteBudget(3 * LOG_OVERHEAD_BYTES, lambda: logs[0].forget())
+    budget = ReplayBudget(3 * LOG_OVERHEAD_BYTES, lambda: logs[0].forget())
     logs += [EventLog(1 << 20, budget), EventLog(1 << 20, budget)]
     for _ in range(1000):
         logs[0].append(b"x" * 100)

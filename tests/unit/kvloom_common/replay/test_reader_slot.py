@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.replay.event_log import LOG_OVERHEAD_BYTES, ByteBudget, EventLog
+from kvloom_common.replay.event_log import LOG_OVERHEAD_BYTES, EventLog, ReplayBudget
 from kvloom_common.replay.reader_slot import Nouns, ReaderSlot
 from lab.dst.timeline import Timeline
 from lab.dst.virtual_loop import VirtualLoop
@@ -31,7 +31,7 @@ class World:
     """A slot whose log keeps about the last ten events of one byte."""
 
     def __init__(self, num_events: int, grace_seconds: float = 60.0) -> None:
-        self.log = EventLog(LOG_OVERHEAD_BYTES + 10 * 49, ByteBudget(1 << 30, lambda: None))
+        self.log = EventLog(LOG_OVERHEAD_BYTES + 10 * 49, ReplayBudget(1 << 30, lambda: None))
         self.abandoned = asyncio.Event()
         self.slot: ReaderSlot[Reader] = ReaderSlot(self.log, grace_seconds, self.abandoned.set, NOUNS)
         for _ in range(num_events):

@@ -8,14 +8,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, Run, last_runs
+from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, AnswerRun, last_runs
 from kvloom_common.tenancy.usage_record import OUTCOME_LOST, counting
 from tests.fakes.usage import usage_record
 
 
 def spans(*runs: tuple[int, int]) -> list[tuple[int, int]]:
     """Those that count, in order."""
-    found = [Run(begin, end, ("", number)) for number, (begin, end) in enumerate(runs)]
+    found = [AnswerRun(begin, end, ("", number)) for number, (begin, end) in enumerate(runs)]
     return sorted((run.begin, run.end) for run in last_runs(found))
 
 
@@ -65,7 +65,7 @@ RUNS = st.lists(st.tuples(SPANS, st.booleans()), min_size=1, max_size=6)
 @given(RUNS)
 def test_what_is_computed_counts(runs: list[tuple[list[int], bool]]) -> None:
     """Whatever positions a client names, and in whatever order records arrive."""
-    named = [Run(*span, ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]
+    named = [AnswerRun(*span, ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]
     counted = last_runs(named)
     computed = sum(run.end - run.begin for run in named if not run.is_lost)
     total = sum(run.end for run in counted)

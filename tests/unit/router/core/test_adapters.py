@@ -14,12 +14,12 @@ from router import convert
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import (
     AdaptersReported,
-    AdapterState,
     ChoiceSpec,
     KvChange,
     KvEventsArrived,
     LoadReported,
     Request,
+    ShardAdapter,
     ShardDown,
     ShardLoad,
 )
@@ -31,7 +31,7 @@ LAWYER = Adapter("lawyer", "1")
 PROMPT = list(range(40))
 
 
-def rig_of(**shards: list[AdapterState]) -> CoreRig:
+def rig_of(**shards: list[ShardAdapter]) -> CoreRig:
     rig = CoreRig()
     for shard_id, states in shards.items():
         rig.add_shard(shard_id)
@@ -39,8 +39,8 @@ def rig_of(**shards: list[AdapterState]) -> CoreRig:
     return rig
 
 
-def state(name: str = "lawyer", checksum: str = "1", *, loaded: bool = False) -> AdapterState:
-    return AdapterState(name, checksum, loaded, 8)
+def state(name: str = "lawyer", checksum: str = "1", *, loaded: bool = False) -> ShardAdapter:
+    return ShardAdapter(name, checksum, loaded, 8)
 
 
 def refusal(actions: Sequence[Action]) -> KvloomError:

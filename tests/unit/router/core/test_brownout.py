@@ -33,7 +33,7 @@ from router.core.events import (
     RequestCancelled,
     ShardDown,
     Tick,
-    Tier,
+    TierRank,
 )
 from router.core.frames import Finish
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
@@ -122,7 +122,7 @@ def test_an_answer_that_another_router_has_begun_is_left_alone() -> None:
     """It was admitted there."""
     rig = degraded_rig(3)
     choices = [ChoiceSpec(1, 0, (7, 8), 2)]
-    attempt = only(rig.submit("r", choices=choices, tier=Tier.BATCH, has_fallback_model=True), SubmitAttempt)
+    attempt = only(rig.submit("r", choices=choices, tier=TierRank.BATCH, has_fallback_model=True), SubmitAttempt)
     assert attempt.max_tokens == 10
     assert attempt.request.degradation is None
 
@@ -132,7 +132,7 @@ def test_an_answer_that_another_router_has_begun_is_left_alone() -> None:
     [
         ({"slots": (1, 2)}, "max_choices", "n may be at most 1", "n"),
         ({"has_fallback_model": True}, "smaller_model", "passed on", ""),
-        ({"tier": Tier.BATCH}, "shed", "'batch' are refused", ""),
+        ({"tier": TierRank.BATCH}, "shed", "'batch' are refused", ""),
     ],
 )
 def test_refusals_name_the_reason_and_the_time_to_wait(
@@ -188,16 +188,16 @@ def test_what_would_wait_too_long_is_refused_and_counts() -> None:
 def test_tiers_that_a_step_does_not_name_are_exempt_from_it() -> None:
     """applies_to: batch requests have the cap of the first step only, and any number of choices."""
     rig = degraded_rig(2)
-    attempt = only(rig.submit("r", slots=(1, 2), tier=Tier.BATCH), SubmitAttempt)
+    attempt = only(rig.submit("r", slots=(1, 2), tier=TierRank.BATCH), SubmitAttempt)
     assert attempt.max_tokens == 6
-    assert rig.core.prefers_others("m", Tier.INTERACTIVE)
-    assert not rig.core.prefers_others("m", Tier.BATCH)
+    assert rig.core.prefers_others("m", TierRank.INTERACTIVE)
+    assert not rig.core.prefers_others("m", TierRank.BATCH)
 
 
 def test_shadow_traffic_and_embeddings_are_not_degraded() -> None:
     """A comparison needs the whole answer, and a vector has no length. Neither says anything about the objective."""
     rig = degraded_rig(2)
-    shadow = only(rig.submit("shadow", slots=(1,), tier=Tier.SHADOW), SubmitAttempt)
+    shadow = only(rig.submit("shadow", slots=(1,), tier=TierRank.SHADOW), SubmitAttempt)
     assert shadow.max_tokens == 10
     rig.add_shard("e", capabilities=frozenset(("embed", "generate")))
     vector = only(rig.submit("v", slots=(2,), max_tokens=0, pooling=Pooling()), SubmitAttempt)

@@ -22,7 +22,7 @@ from router.core.actions import (
     SubmitAttempt,
 )
 from router.core.core_config import NO_OVERLOAD_CONTROL
-from router.core.dispatch.prefill_legs import HandoffAbilities
+from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.events import (
     KvSnapshotArrived,
     LoadReported,
@@ -31,7 +31,7 @@ from router.core.events import (
     ShardLoad,
     ShardUp,
     Tick,
-    Tier,
+    TierRank,
 )
 from router.core.frames import Finish, Start
 from router.core.priority_classes import CLASS_OF_TIER
@@ -429,10 +429,10 @@ def test_a_leg_has_the_class_of_its_request():
     rig = CoreRig(disaggregation=SETTINGS)
     for shard_id, role in (("p0", "prefill"), ("d0", "decode")):
         rig.add_shard(shard_id, role=role, engine="sim", yield_tokens=16)
-    begin(rig, tier=Tier.BATCH)
+    begin(rig, tier=TierRank.BATCH)
     view = rig.core._ledger.view("p0")
-    assert view.num_urgent_sequences(CLASS_OF_TIER[Tier.INTERACTIVE].rank) == 0
-    assert view.ranked_sequences == {CLASS_OF_TIER[Tier.BATCH].rank: 1}
+    assert view.num_urgent_sequences(CLASS_OF_TIER[TierRank.INTERACTIVE].rank) == 0
+    assert view.ranked_sequences == {CLASS_OF_TIER[TierRank.BATCH].rank: 1}
     rig.core.check_integrity()
 
 

@@ -22,7 +22,7 @@ class FairRig(CoreRig):
     """One shard with a batch of 4, which is sent up to 8 sequences."""
 
     def __init__(self, settings: FairnessConfig | None = SETTINGS) -> None:
-        overload = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
+        overload = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_load_early=True)
         super().__init__(fairness=settings, overload=overload, policy="least_requests")
         self.add_shard("s0", max_batch=4)
         self.num_slots = 0

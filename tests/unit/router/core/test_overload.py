@@ -21,11 +21,11 @@ from router.core.events import (
     ShardLoad,
     ShardUp,
     Tick,
-    Tier,
+    TierRank,
 )
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
-SHEDS = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_early=True)
+SHEDS = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_load_early=True)
 
 
 def saturated(seconds_per_request: float, **config: Any) -> CoreRig:
@@ -140,7 +140,7 @@ def test_cancelled_and_abandoned_requests_cost_no_shard_time() -> None:
         rig.submit(f"running{i}", slots=(i,))
     rig.submit("cancelled", slots=(5,))
     rig.submit("abandoned", slots=(6,), client_id="other")
-    rig.submit("parked", slots=(7,), client_id="other", tier=Tier.BATCH)
+    rig.submit("parked", slots=(7,), client_id="other", tier=TierRank.BATCH)
     before = len([a for a in rig.log if isinstance(a, SubmitAttempt)])
     rig.handle(RequestCancelled("cancelled"))
     rig.handle(ClientGone("other"))
@@ -166,7 +166,7 @@ def test_the_backlog_drains_by_tier() -> None:
         running = [submitted(rig.submit("first", slots=(0,), prompt_token_ids=big))[1][0]]
         second = rig.submit("second", slots=(1,), prompt_token_ids=[*big, 1])
         for i in range(3):
-            rig.submit(f"batch{i}", slots=(10 + i,), tier=Tier.BATCH)
+            rig.submit(f"batch{i}", slots=(10 + i,), tier=TierRank.BATCH)
         for i in range(3):
             rig.submit(f"urgent{i}", slots=(20 + i,))
         order = names(second)
@@ -188,10 +188,10 @@ def test_a_full_queue_sheds_the_lower_tier_first() -> None:
     for i in range(2):
         rig.submit(f"running{i}", slots=(i,))
     for i in range(2):
-        rig.submit(f"batch{i}", slots=(10 + i,), tier=Tier.BATCH, tenant="a")
+        rig.submit(f"batch{i}", slots=(10 + i,), tier=TierRank.BATCH, tenant="a")
     assert [f.slot for f in sent(rig.submit("urgent0", slots=(20,), tenant="a")).finishes] == [11]
     assert [f.slot for f in sent(rig.submit("urgent1", slots=(21,), tenant="a")).finishes] == [10]
-    refused = sent(rig.submit("batch2", slots=(12,), tier=Tier.BATCH, tenant="b")).finishes
+    refused = sent(rig.submit("batch2", slots=(12,), tier=TierRank.BATCH, tenant="b")).finishes
     assert [f.slot for f in refused] == [12]
     assert rig.core.num_queued_requests == 2
 
@@ -203,13 +203,13 @@ def test_requests_that_wait_for_a_large_shard_do_not_block_an_idle_small_one() -
         rig = CoreRig(max_queued_requests=max_queued_requests, policy="least_requests")
         rig.add_shard("large", max_batch=1, max_model_len=100)
         rig.add_shard("small", max_batch=1, max_model_len=50)
-        long = {"prompt_token_ids": [1] * 60, "tier": Tier.BATCH, "tenant": "a"}
+        long = {"prompt_token_ids": [1] * 60, "tier": TierRank.BATCH, "tenant": "a"}
         for i in range(2):
             rig.submit(f"running{i}", slots=(i,), **long)
         for i in range(max_queued_requests):
             rig.submit(f"waiting{i}", slots=(10 + i,), **long)
         assert rig.core.num_queued_requests == max_queued_requests
-        shard_id, _ = submitted(rig.submit("short", slots=(20,), tier=Tier.BATCH, tenant=newcomer))
+        shard_id, _ = submitted(rig.submit("short", slots=(20,), tier=TierRank.BATCH, tenant=newcomer))
         assert shard_id == "small"
         assert rig.core.num_queued_requests == max_queued_requests
 
@@ -222,12 +222,12 @@ def test_the_predicted_wait_of_the_lower_tier_counts_the_higher() -> None:
     guard = rig.core._overload
     urgent, batch = (
         guard.wait_seconds(Request("later", "c", "m", [1], "", (), tenant="t", tier=tier), rig.now)
-        for tier in (Tier.INTERACTIVE, Tier.BATCH)
+        for tier in (TierRank.INTERACTIVE, TierRank.BATCH)
     )
     assert urgent is not None
     assert batch is not None
     assert batch > 2 * urgent
-    assert error_of(rig.submit("batch", slots=(80,), tier=Tier.BATCH)).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert error_of(rig.submit("batch", slots=(80,), tier=TierRank.BATCH)).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
 
 
 def test_a_flood_of_one_tenant_does_not_refuse_another() -> None:
@@ -321,7 +321,7 @@ def test_a_request_given_up_late_does_not_block_a_free_shard() -> None:
     rig.add_shard("narrow", max_model_len=100)
     rig.handle(ShardDown("wide"))
     rig.now += 4.0
-    actions = rig.submit("batch", slots=(2,), tier=Tier.BATCH)
+    actions = rig.submit("batch", slots=(2,), tier=TierRank.BATCH)
     assert only(actions, RequestEnded).request_id == "long"
     assert submitted(actions)[0] == "narrow"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router import convert
 from router.core.actions import Action, SubmitAttempt
-from router.core.events import Tier
+from router.core.events import TierRank
 from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import Reservation
 from router.core.placement.ect import Ect
@@ -30,7 +30,7 @@ def _rig(num_shards: int = 1, yield_tokens: int = 512) -> CoreRig:
 
 
 def _ask(rig: CoreRig, name: str, slot: int, *, is_batch: bool = False, **changes: Any) -> list[Action]:
-    tier = Tier.BATCH if is_batch else Tier.INTERACTIVE
+    tier = TierRank.BATCH if is_batch else TierRank.INTERACTIVE
     prompt = [1 + slot * 10_000 + token for token in changes.pop("prompt", LONG)]
     return rig.submit(name, slots=(slot,), tier=tier, prompt_token_ids=prompt, **changes)
 

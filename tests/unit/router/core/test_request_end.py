@@ -14,7 +14,7 @@ from kvloom_common.tenancy.limits import Limits
 from router.convert import finish_to_proto
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import ChoiceSpec, RequestCancelled, ShardDown, Tick
-from router.core.request_end import End, Moves
+from router.core.request_end import RelocationCounts, RequestEnd
 from tests.fakes.core_rig import CoreRig, only, sent, submitted
 from tests.fakes.limited_rig import LimitedRig, tenant_table
 
@@ -39,7 +39,7 @@ def end_of(actions: list[Action]) -> RequestEnded:
 def test_the_ends_of_requests_that_ran() -> None:
     """A bill must tell what the model, the caller, the policy and a fault have ended."""
     world = rig(max_attempts=1)
-    found: list[End] = []
+    found: list[RequestEnd] = []
     for name, finish in (("a", 1), ("b", 2), ("c", FINISH_REASON_CONTENT_FILTER)):
         shard, [slot] = submitted(world.submit(name))
         world.start(shard, slot)
@@ -48,7 +48,13 @@ def test_the_ends_of_requests_that_ran() -> None:
     found.append(end_of(world.handle(RequestCancelled("d"))).end)
     shard, [slot] = submitted(world.submit("e"))
     found.append(end_of(world.fail(shard, slot)).end)
-    assert found == [End.FINISHED, End.FINISHED, End.HALTED, End.CANCELLED, End.FAILED]
+    assert found == [
+        RequestEnd.FINISHED,
+        RequestEnd.FINISHED,
+        RequestEnd.HALTED,
+        RequestEnd.CANCELLED,
+        RequestEnd.FAILED,
+    ]
 
 
 def test_what_was_never_admitted_is_rejected_and_what_left_the_queue_is_evicted() -> None:
@@ -58,12 +64,12 @@ def test_what_was_never_admitted_is_rejected_and_what_left_the_queue_is_evicted(
     for i in range(4):
         world.submit(f"busy{i}", slots=(i,), tenant="busy")
     rejected = end_of(world.submit("busy4", slots=(4,), tenant="busy"))
-    assert (rejected.request_id, rejected.end) == ("busy4", End.REJECTED)
+    assert (rejected.request_id, rejected.end) == ("busy4", RequestEnd.REJECTED)
     evicted = end_of(world.submit("calm", slots=(9,), tenant="calm"))
-    assert (evicted.request_id, evicted.end, evicted.num_attempts) == ("busy3", End.EVICTED, 0)
+    assert (evicted.request_id, evicted.end, evicted.num_attempts) == ("busy3", RequestEnd.EVICTED, 0)
     world.now += 2.0
     timed_out = [action for action in world.handle(Tick()) if isinstance(action, RequestEnded)]
-    assert {ended.end for ended in timed_out} == {End.EVICTED}
+    assert {ended.end for ended in timed_out} == {RequestEnd.EVICTED}
 
 
 def test_clients_are_told_whether_their_request_was_rejected_evicted_or_failed() -> None:
@@ -100,7 +106,7 @@ def test_a_failover_is_counted() -> None:
     world.start(shard, slot)
     other, [slot] = submitted(world.handle(ShardDown(shard)))
     ended = end_of(world.finish(other, slot))
-    assert (ended.end, ended.moves) == (End.FINISHED, Moves(num_failovers=1))
+    assert (ended.end, ended.moves) == (RequestEnd.FINISHED, RelocationCounts(num_failovers=1))
 
 
 def test_a_finish_says_what_had_happened_to_its_request() -> None:

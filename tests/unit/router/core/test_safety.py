@@ -241,7 +241,7 @@ def test_unscreened_requests_survive_the_loss() -> None:
 
 def test_held_tokens_are_bounded() -> None:
     """A safety service that never answers must not fill the router's memory."""
-    rig = CoreRig(safety=(True, False), max_held_tokens=2)
+    rig = CoreRig(safety=(True, False), max_uncleared_tokens=2)
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit())
     rig.start(shard_id, slot)

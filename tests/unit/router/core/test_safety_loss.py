@@ -144,7 +144,7 @@ def test_what_is_shown_before_it_is_judged_does_not_wait() -> None:
 
 def test_what_is_held_meanwhile_is_bounded() -> None:
     """An answer that grows past the bound ends before the patience does."""
-    rig, shard_id, slot, _ = gated(max_held_tokens=3)
+    rig, shard_id, slot, _ = gated(max_uncleared_tokens=3)
     rig.handle(SafetyDown())
     rig.step(shard_id, (slot, [3], "e"))
     rig.step(shard_id, (slot, [4], "f"))

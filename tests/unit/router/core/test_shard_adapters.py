@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.adapters import Adapter
-from router.core.events import AdapterState
+from router.core.events import ShardAdapter
 from router.core.fleet.shard_adapters import GUESSED_LOAD_SECONDS, ShardAdapters
 
 NAMES = ("a", "b", "c")
 STATES = st.lists(
-    st.builds(AdapterState, st.sampled_from(NAMES), st.sampled_from(("1", "2")), st.booleans()),
+    st.builds(ShardAdapter, st.sampled_from(NAMES), st.sampled_from(("1", "2")), st.booleans()),
     max_size=3,
     unique_by=lambda state: state.name,
 )
@@ -22,7 +22,7 @@ EVENTS = st.lists(
 )
 
 
-def shard_with(*states: AdapterState, load_seconds: float = 0.0) -> ShardAdapters:
+def shard_with(*states: ShardAdapter, load_seconds: float = 0.0) -> ShardAdapters:
     adapters = ShardAdapters()
     adapters.report(states, load_seconds, 0.0)
     return adapters
@@ -30,7 +30,7 @@ def shard_with(*states: AdapterState, load_seconds: float = 0.0) -> ShardAdapter
 
 def test_an_adapter_of_the_same_name_is_another_one_if_its_weights_are() -> None:
     """A request that began with the one must not continue with the other."""
-    adapters = shard_with(AdapterState("a", "1"))
+    adapters = shard_with(ShardAdapter("a", "1"))
     assert adapters.has(Adapter("a", "1"))
     assert not adapters.has(Adapter("a", "2"))
     assert not adapters.has(Adapter("b", "1"))
@@ -38,27 +38,27 @@ def test_an_adapter_of_the_same_name_is_another_one_if_its_weights_are() -> None
 
 def test_the_wait_is_that_for_the_load_and_shrinks_while_it_lasts() -> None:
     """The second request for an adapter goes where the first one has begun the load, if it is placed soon after."""
-    adapters, wanted = shard_with(AdapterState("a", "1"), load_seconds=2.0), Adapter("a", "1")
+    adapters, wanted = shard_with(ShardAdapter("a", "1"), load_seconds=2.0), Adapter("a", "1")
     assert adapters.wait_seconds(wanted, 10.0) == 2.0
     adapters.note_sent(wanted, 10.0)
     assert adapters.wait_seconds(wanted, 10.5) == 1.5
     adapters.note_sent(wanted, 11.0)
     assert adapters.wait_seconds(wanted, 11.0) == 1.0
     assert adapters.wait_seconds(wanted, 13.0) == 0.0
-    adapters.report([AdapterState("a", "1", loaded=True)], 2.0, 12.5)
+    adapters.report([ShardAdapter("a", "1", loaded=True)], 2.0, 12.5)
     assert adapters.wait_seconds(wanted, 12.5) == 0.0
-    adapters.report([AdapterState("a", "1")], 2.0, 20.0)  # another adapter has taken its place
+    adapters.report([ShardAdapter("a", "1")], 2.0, 20.0)  # another adapter has taken its place
     assert adapters.wait_seconds(wanted, 20.0) == 2.0
 
 
 def test_a_load_that_was_never_measured_costs_a_guess() -> None:
     """Otherwise the first requests of an adapter would be spread over all shards, and each would load it."""
-    assert shard_with(AdapterState("a", "1")).wait_seconds(Adapter("a", "1"), 0.0) == GUESSED_LOAD_SECONDS
+    assert shard_with(ShardAdapter("a", "1")).wait_seconds(Adapter("a", "1"), 0.0) == GUESSED_LOAD_SECONDS
 
 
 @given(events=EVENTS)
 def test_waits_are_bounded_and_zero_for_what_is_loaded(
-    events: Sequence[tuple[float, tuple[list[AdapterState], float] | str]],
+    events: Sequence[tuple[float, tuple[list[ShardAdapter], float] | str]],
 ) -> None:
     """Whatever is reported and sent in whatever order: an estimate that is negative, or that grows with every request,
     would keep requests away from a shard for ever, or draw all of them to it."""

@@ -13,13 +13,13 @@ from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttem
 from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.events import (
     AdaptersReported,
-    AdapterState,
     ClientGone,
     LoadReported,
+    ShardAdapter,
     ShardDown,
     ShardLoad,
     Tick,
-    Tier,
+    TierRank,
 )
 from tests.fakes.core_rig import CoreRig, has, only, submitted
 
@@ -219,11 +219,11 @@ def test_what_no_shard_can_run_keeps_no_batch_request_waiting() -> None:
     """A placed request that has lost its adapter waits for it; the shard beside it must not stand idle meanwhile."""
     rig = make_rig(overload=msgspec.structs.replace(NO_OVERLOAD_CONTROL, outage_patience_seconds=5.0))
     adapter = Adapter("lawyer", "1")
-    rig.handle(AdaptersReported("s0", [AdapterState("lawyer", "1", False, 8)], rig.now))
+    rig.handle(AdaptersReported("s0", [ShardAdapter("lawyer", "1", False, 8)], rig.now))
     submit(rig, "running", 1, BIG)
-    submit(rig, "stuck", 2, MIDDLE, tier=Tier.BATCH, adapter=adapter)
+    submit(rig, "stuck", 2, MIDDLE, tier=TierRank.BATCH, adapter=adapter)
     rig.handle(AdaptersReported("s0", [], rig.now))
-    assert sent(submit(rig, "batch", 3, SMALL, tier=Tier.BATCH)) == []
+    assert sent(submit(rig, "batch", 3, SMALL, tier=TierRank.BATCH)) == []
     rig.now += 4.0
     assert start(rig, "running") == ["batch"]
     assert rig.core.num_queued_requests == 1

@@ -6,14 +6,14 @@ import pytest
 
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import ChoiceSpec, Request
-from router.core.live import Client, LiveRequest, QueueId
+from router.core.live import LiveRequest, QueueId, StreamClient
 
 QUEUE = QueueId("m")
 
 
 def waiting(tenant: str, number: int) -> LiveRequest:
     choices = [ChoiceSpec(slot=number, index=0)]
-    return LiveRequest(Request(f"{tenant}-{number}", "c", "m", [1], "", choices, tenant=tenant), Client("c"), 0.0)
+    return LiveRequest(Request(f"{tenant}-{number}", "c", "m", [1], "", choices, tenant=tenant), StreamClient("c"), 0.0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_STOP,
     FinishReason,
 )
-from kvloom_common.usage_witness import UsageWitness, WitnessLine
+from kvloom_common.delivery_log import DeliveryLog, WitnessLine
 from router.core.actions import RequestEnded
 from router.core.events import ChoiceSpec, Request, RequestArrived
 from router.core.frames import Finish, Step
@@ -25,7 +25,7 @@ from router.metering.delivery_witness import DeliveryWitness
 class World:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "witness" / "router-0.jsonl"
-        self._witness = UsageWitness(self.file)
+        self._witness = DeliveryLog(self.file)
         self.tap = DeliveryWitness(self._witness)
 
     def ask(self, answer_id: str, *choices: ChoiceSpec, client: str = "c", **fields: Any) -> None:

@@ -11,9 +11,9 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from kvloom_common.tenancy.prices import Price, Prices
 from kvloom_common.tenancy.usage_record import Charge, UsageRecord
 from router.core.actions import RequestEnded
-from router.core.events import SHADOW_TENANT, Tier
+from router.core.events import SHADOW_TENANT, TierRank
 from router.core.priority_classes import PriorityClass
-from router.core.request_end import Moves
+from router.core.request_end import RelocationCounts
 from router.core.request_usage import RequestUsage
 from router.metering.meter import Meter
 
@@ -21,7 +21,7 @@ PRICES = Prices([Price("p1", "*", prompt_nanos=1, output_nanos=3)])
 
 
 def ended(
-    *, tier: Tier = Tier.INTERACTIVE, tenant: str = "acme/search", num_attempts: int = 1, num_output: int = 5,
+    *, tier: TierRank = TierRank.INTERACTIVE, tenant: str = "acme/search", num_attempts: int = 1, num_output: int = 5,
     reason: Any = FINISH_REASON_STOP, answer_id: str = "", num_reasoning: int = 0, **fields: Any,
 ) -> RequestEnded:  # fmt: skip
     charges = (Charge("tenant:acme/search", BUDGET_UNIT_NANOS, "2026-11", 25, 25),)
@@ -41,14 +41,14 @@ def meter() -> Meter:
 
 def test_a_record_has_its_reasoning_and_its_moves() -> None:
     """Both were 0 in all records."""
-    record = record_of(meter().record(ended(num_reasoning=3, moves=Moves(1, 2, 3)), 1))
+    record = record_of(meter().record(ended(num_reasoning=3, moves=RelocationCounts(1, 2, 3)), 1))
     assert (record.num_reasoning_tokens, record.cost_nanos) == (3, 25)
     assert (record.num_preemptions, record.num_migrations, record.num_failovers) == (1, 2, 3)
 
 
 def test_a_record_has_the_class_with_which_the_request_was_served() -> None:
     """It is not that of the tier, which decides the price; a correction and a discarded answer keep it."""
-    encoded = meter().record(ended(tier=Tier.BATCH, priority_class=PriorityClass("gold", 0)), 1)
+    encoded = meter().record(ended(tier=TierRank.BATCH, priority_class=PriorityClass("gold", 0)), 1)
     corrected, discarded = meter().correction(encoded, 2, 1), meter().discard(encoded, 2)
     assert [record_of(one).priority_class for one in (encoded, corrected, discarded)] == ["gold"] * 3
     assert record_of(encoded).tier == "batch"
@@ -57,7 +57,7 @@ def test_a_record_has_the_class_with_which_the_request_was_served() -> None:
 def test_shadow_traffic_is_nobodys_bill() -> None:
     """Its records named a tenant with a NUL character, which PostgreSQL does not store."""
     for encode in (lambda one: meter().record(one, 1), meter().progress):
-        record = record_of(encode(ended(tier=Tier.SHADOW, tenant=f"{SHADOW_TENANT}acme/search")))
+        record = record_of(encode(ended(tier=TierRank.SHADOW, tenant=f"{SHADOW_TENANT}acme/search")))
         assert (record.tenant, record.tier, record.cost_nanos) == ("shadow:acme/search", "shadow", 0)
         assert record.num_prompt_tokens == 10
 

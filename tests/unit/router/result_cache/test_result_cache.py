@@ -13,13 +13,13 @@ from kvloom.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.config import ResultCacheConfig
-from router.answer_keeper import AnswerKeeper
 from router.core.actions import AnswerCompleted, CompletedChoice
 from router.core.events import ChoiceSpec, Request, RequestArrived, ShardDescription
 from router.core.frames import Finish
 from router.fingerprints import fingerprints
 from router.result_cache.cache import ResultCache
 from router.result_cache.pieces import pieces_of
+from router.result_recorder import ResultRecorder
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 TOKENIZER = model_tokenizer()
@@ -40,7 +40,7 @@ class World:
         config = ResultCacheConfig(enabled=True, max_answer_tokens=20, ttl_seconds=60.0)
         pieces = functools.partial(pieces_of, TOKENIZER)
         self.cache = ResultCache(config, b"k" * 32, pieces, scope_of)
-        self.keeper = AnswerKeeper(self.cache, None, lambda: self.revision, lambda: self.now)
+        self.keeper = ResultRecorder(self.cache, None, lambda: self.revision, lambda: self.now)
         self.keeper.fleet_changed([SHARD])
 
     def arrived(self, request: Request) -> RequestArrived:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvloom_common.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
-from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import Capability, EngineError, EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff
 from shard_server.engines.tensorrt_llm.versions import NEWEST
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
@@ -42,7 +42,7 @@ async def two_engines(
 
 async def prefill(driver: EngineDriver, request: EngineRequest) -> bytes:
     await driver.run(dataclasses.replace(request, max_tokens=1, prefill_only=True))
-    assert driver.ends[request.request_id] is FinishReason.LENGTH
+    assert driver.ends[request.request_id] is SequenceFinishReason.LENGTH
     return driver.handoffs[request.request_id]
 
 
@@ -125,7 +125,7 @@ async def test_a_leg_that_is_cancelled_when_it_is_complete_ends_with_its_hand_of
         assert llm.executor.wait_until_held(TIMEOUT_SECONDS)  # and the event loop has not seen its end
         prefills.engine.cancel("a")
         await prefills.step_until(lambda: "a" in prefills.ends)
-        assert prefills.ends["a"] is FinishReason.LENGTH
+        assert prefills.ends["a"] is SequenceFinishReason.LENGTH
         assert "a" not in prefills.tokens
         await decodes.run(request_of("a", PROMPT, 1, handoff=prefills.handoffs["a"]))
         await until_released(llm)
@@ -140,7 +140,7 @@ async def test_a_leg_that_is_cancelled_before_ends_as_cancelled(variant: Variant
         prefills.engine.cancel("a")
         fake.llms[0].executor.hangs = False
         await prefills.step_until(lambda: "a" in prefills.ends)
-        assert prefills.ends["a"] is FinishReason.CANCELLED
+        assert prefills.ends["a"] is SequenceFinishReason.CANCELLED
         assert not prefills.handoffs
         assert not fake.llms[0].num_held_blocks
 
@@ -156,7 +156,7 @@ async def test_a_cancelled_answer_fetches_its_kv_first():
         assert not fake.llms[1].outputs[-1].aborted()
         executor.hangs = False
         await decodes.step_until(lambda: "a" in decodes.ends)
-        assert decodes.ends["a"] is FinishReason.CANCELLED
+        assert decodes.ends["a"] is SequenceFinishReason.CANCELLED
         assert fake.llms[1].outputs[-1].aborted()
         await until_released(fake.llms[0])
         assert "a" not in decodes.tokens
@@ -170,7 +170,7 @@ async def test_a_cancelled_answer_whose_kv_does_not_come_is_cut_off():
         decodes.engine.submit(request_of("a", PROMPT, 20, handoff=handoff))
         decodes.engine.cancel("a")
         await decodes.step_until(lambda: "a" in decodes.ends)
-        assert decodes.ends["a"] is FinishReason.CANCELLED
+        assert decodes.ends["a"] is SequenceFinishReason.CANCELLED
         assert fake.llms[1].outputs[-1].aborted()
         fake.llms[1].executor.hangs = False
 
@@ -182,7 +182,7 @@ async def test_a_hand_off_that_cannot_be_fetched_fails_its_request_only():
         fake.llms[0].executor.transfers.close()
         decodes.engine.submit(request_of("a", PROMPT, 20, handoff=handoff))
         await decodes.step_until(lambda: "a" in decodes.ends)
-        assert decodes.ends["a"] is FinishReason.ERROR
+        assert decodes.ends["a"] is SequenceFinishReason.ERROR
         (tokens,) = await decodes.run(request_of("again", PROMPT, 20))
         assert len(tokens) == 20
         with pytest.raises(EngineError, match="hand-off"):
@@ -203,7 +203,7 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_to_hand_over():
         (first,) = await prefills.run(request_of("a", PROMPT, 1))
         request = request_of("b", PROMPT, 20, stop_token_ids=frozenset(first))
         await prefills.run(dataclasses.replace(request, max_tokens=1, prefill_only=True))
-        assert prefills.ends["b"] is FinishReason.STOP
+        assert prefills.ends["b"] is SequenceFinishReason.STOP
         assert not prefills.handoffs
 
 

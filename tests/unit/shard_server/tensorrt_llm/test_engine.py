@@ -10,7 +10,7 @@ import pytest
 
 from kvloom_common.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
 from kvloom_common.text.block_hash import block_hashes
-from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, FinishReason, Sampling
+from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm import daemon_thread
 from shard_server.engines.tensorrt_llm.engine import PROBE_SALT
 from shard_server.engines.tensorrt_llm.versions import NEWEST
@@ -21,7 +21,7 @@ from tests.fakes.tensorrt_llm_engine import EOS, make_tensorrt_llm_engine, runni
 TIMEOUT_SECONDS = 10.0
 
 
-async def end_of(driver: EngineDriver, request_id: str) -> tuple[FinishReason, str]:
+async def end_of(driver: EngineDriver, request_id: str) -> tuple[SequenceFinishReason, str]:
     while True:
         output = await driver.step()
         for end in output.ends:
@@ -35,9 +35,9 @@ async def test_a_requests_own_failure_is_its_own():
         fake.llm.executor.fail_next = (3, RequestError("too long for the draft model"))
         driver.engine.submit(request_of("bad", prompt_of(1, 10), 20))
         driver.engine.submit(request_of("good", prompt_of(2, 10), 20))
-        assert await end_of(driver, "bad") == (FinishReason.ERROR, "too long for the draft model")
+        assert await end_of(driver, "bad") == (SequenceFinishReason.ERROR, "too long for the draft model")
         await driver.step_until(lambda: "good" in driver.ends)
-        assert driver.ends["good"] is FinishReason.LENGTH
+        assert driver.ends["good"] is SequenceFinishReason.LENGTH
         assert len(driver.tokens["bad"]) == 3
 
 
@@ -141,7 +141,7 @@ async def test_an_abort_that_is_not_obeyed_is_cut_off():
         await driver.step_until(lambda: "a" in driver.tokens)
         fake.llm.executor.ignores_aborts = True
         driver.engine.cancel("a")
-        assert await end_of(driver, "a") == (FinishReason.CANCELLED, "")
+        assert await end_of(driver, "a") == (SequenceFinishReason.CANCELLED, "")
 
 
 async def test_an_abort_that_raises_is_survived():
@@ -152,7 +152,7 @@ async def test_an_abort_that_raises_is_survived():
         await driver.step_until(lambda: "a" in driver.tokens)
         fake.llm.drop_executor()
         driver.engine.cancel("a")
-        assert (await end_of(driver, "a"))[0] is FinishReason.CANCELLED
+        assert (await end_of(driver, "a"))[0] is SequenceFinishReason.CANCELLED
 
 
 async def test_a_reader_that_stalls_does_not_keep_the_gpu_busy():
@@ -164,7 +164,7 @@ async def test_a_reader_that_stalls_does_not_keep_the_gpu_busy():
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await fake.llm.outputs[-1].abort_called.wait()
         reason, error = await end_of(driver, "a")
-        assert reason is FinishReason.ERROR
+        assert reason is SequenceFinishReason.ERROR
         assert "not read" in error
 
 
@@ -176,7 +176,7 @@ async def test_several_tokens_a_step_are_delivered_whole_and_cut_at_the_stop_tok
         stop = tokens[11]
         (stopped,) = await driver.run(request_of("b", prompt_of(1, 10), 23, stop_token_ids=frozenset({stop})))
         assert stopped == tokens[: tokens.index(stop) + 1]
-        assert driver.ends["b"] is FinishReason.STOP
+        assert driver.ends["b"] is SequenceFinishReason.STOP
 
 
 async def test_a_resumed_sequence_goes_on_from_the_delivered_tokens():
@@ -202,7 +202,7 @@ async def test_the_end_token_is_the_last_of_the_output(variant: Variant):
         request = request_of("a", prompt_of(1, 10), 5, sampling=sampling, stop_token_ids=EOS)
         (tokens,) = await driver.run(request)
         assert tokens == [end_id]
-        assert driver.ends["a"] is FinishReason.STOP
+        assert driver.ends["a"] is SequenceFinishReason.STOP
         assert fake.llm.submitted[-1][1].end_id == end_id
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from shard_server.engines.base import EngineError, EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import EngineError, EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import MAX_FAILURES, DrainThread, call_in_daemon
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only, handoff_of
-from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict
+from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch
 from shard_server.engines.tensorrt_llm.output_buffer import MAX_UNREAD_TOKENS, OutputBuffer
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
@@ -65,7 +65,7 @@ def test_cumulative_tokens_become_news():
     assert scripted.becomes(5, 6, 7).token_ids == [6, 7]
     assert scripted.becomes(5, 6, 7).token_ids == []
     last = scripted.becomes(5, 6, 7, 8, finish="length")
-    assert (last.token_ids, last.end) == ([8], FinishReason.LENGTH)
+    assert (last.token_ids, last.end) == ([8], SequenceFinishReason.LENGTH)
 
 
 def test_tokens_that_are_taken_back_stay_delivered():
@@ -73,17 +73,17 @@ def test_tokens_that_are_taken_back_stay_delivered():
     scripted = Scripted(stop_token_ids=frozenset({9}))
     assert scripted.becomes(5, 6).token_ids == [5, 6]
     delta = scripted.becomes(5, finish="stop")
-    assert (delta.token_ids, delta.end) == ([], FinishReason.STOP)
+    assert (delta.token_ids, delta.end) == ([], SequenceFinishReason.STOP)
 
 
 def test_nothing_lies_behind_a_stop_token_or_beyond_max_tokens():
     """A step of a speculating engine may bring more."""
     scripted = Scripted(stop_token_ids=frozenset({9}))
     delta = scripted.becomes(5, 9, 6)
-    assert (delta.token_ids, delta.end) == ([5, 9], FinishReason.STOP)
+    assert (delta.token_ids, delta.end) == ([5, 9], SequenceFinishReason.STOP)
     scripted = Scripted(max_tokens=3, output_token_ids=[1])
     delta = scripted.becomes(5, 6, 7)
-    assert (delta.token_ids, delta.end) == ([5, 6], FinishReason.LENGTH)
+    assert (delta.token_ids, delta.end) == ([5, 6], SequenceFinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "not_finished", None])
@@ -93,7 +93,7 @@ def test_an_unrequested_end_is_an_error(reason: str | None):
     scripted.output.finished = True
     scripted.completion.finish_reason = reason
     delta = scripted.stream.take(scripted.output)
-    assert delta.end is FinishReason.ERROR
+    assert delta.end is SequenceFinishReason.ERROR
     assert repr(reason) in delta.error
 
 
@@ -181,14 +181,14 @@ def test_free_blocks_of_the_past_do_not_count():
 def test_progress_is_tokens_or_iterations():
     """A long prefill gives no token for long; a long queue neither."""
     watch = ProgressWatch(probe_interval_seconds=10, stall_timeout_seconds=60, max_failed_requests=3, now=0)
-    assert watch.judge(9, is_busy=False, num_records=0) is Verdict.WELL
-    assert watch.judge(10, is_busy=False, num_records=0) is Verdict.PROBE
+    assert watch.judge(9, is_busy=False, num_records=0) is HealthVerdict.WELL
+    assert watch.judge(10, is_busy=False, num_records=0) is HealthVerdict.PROBE
     watch.on_work(100)
-    assert watch.judge(159, is_busy=True, num_records=0) is Verdict.WELL
-    assert watch.judge(160, is_busy=True, num_records=0) is Verdict.STALLED
-    assert watch.judge(160, is_busy=True, num_records=1) is Verdict.WELL
+    assert watch.judge(159, is_busy=True, num_records=0) is HealthVerdict.WELL
+    assert watch.judge(160, is_busy=True, num_records=0) is HealthVerdict.STALLED
+    assert watch.judge(160, is_busy=True, num_records=1) is HealthVerdict.WELL
     watch.on_progress(200)
-    assert watch.judge(259, is_busy=True, num_records=1) is Verdict.WELL
+    assert watch.judge(259, is_busy=True, num_records=1) is HealthVerdict.WELL
 
 
 async def test_a_sequence_that_is_not_read_waits_and_the_others_do_not():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.arithmetic import Arithmetic, Wanted, choose_arithmetic
+from shard_server.engines.torch_engine.arithmetic import Arithmetic, ArithmeticChoice, choose_arithmetic
 from shard_server.engines.torch_engine.config import load_config
 from tests.fakes.tiny_llama import write_tiny_llama
 
@@ -25,7 +25,7 @@ def choose(tmp_path: Path, told: list[str], num_bytes: int = 9, **wanted: str) -
         if NUM_BYTES[dtype] // (2 if int8_weights else 1) > num_bytes:
             raise EngineError(f"too little memory for {dtype}")
 
-    return choose_arithmetic(config, Wanted(**wanted), 16, check, told.append)
+    return choose_arithmetic(config, ArithmeticChoice(**wanted), 16, check, told.append)
 
 
 def test_auto_keeps_the_weights_and_compiles(tmp_path: Path):

@@ -17,8 +17,8 @@ from shard_server.engines.base import (
     Capability,
     EngineError,
     EngineRequest,
-    FinishReason,
     Sampling,
+    SequenceFinishReason,
     StepOutput,
 )
 from shard_server.engines.torch_engine.engine import MAX_UNREAD_OUTPUTS, TorchEngine
@@ -114,7 +114,7 @@ async def test_a_request_is_answered_and_an_idle_engine_wakes_for_the_next() -> 
             outputs = await read_until_end(bench.engine, name)
             assert tokens_of(outputs, name) == greedy([1, 2, 3], 5)
             assert outputs[0].starts[0].request_id == name
-            assert outputs[-1].ends[0].reason is FinishReason.LENGTH
+            assert outputs[-1].ends[0].reason is SequenceFinishReason.LENGTH
 
 
 async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
@@ -186,7 +186,7 @@ async def test_a_cancel_takes_effect_within_two_steps() -> None:
         bench.engine.cancel("never-was")
         bench.go.set()
         outputs = await read_until_end(bench.engine, "gone")
-        assert outputs[-1].ends[0].reason is FinishReason.CANCELLED
+        assert outputs[-1].ends[0].reason is SequenceFinishReason.CANCELLED
         assert all(len(batch) == 1 for batch in bench.runner.batches[num_batches + 2 :])
         bench.engine.submit(make_request("gone"))  # the name is free again
         bench.engine.cancel("stays")

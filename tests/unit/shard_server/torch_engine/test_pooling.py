@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_server.engines.base import EngineError, EngineRequest, FinishReason, Pooling, PoolingKind
+from shard_server.engines.base import EngineError, EngineRequest, Pooling, PoolingKind, SequenceFinishReason
 from shard_server.engines.torch_engine.checkpoint.sentence_config import SentenceConfig, load_sentence_config
 from shard_server.engines.torch_engine.pooling import PooledPrompt
 from tests.fakes.fake_model_runner import HIDDEN_SIZE, logits_of
@@ -64,7 +64,7 @@ def test_it_is_that_of_the_model(num_blocks: int, budget: int) -> None:
         alone = Bench(None, num_context_tokens=None).run(request)[request.request_id]
         assert answer.embedding == alone.embedding
         assert floats(answer.embedding) == pytest.approx(expected_of(request), abs=1e-6)
-        assert (answer.token_ids, answer.reason) == ([], FinishReason.STOP)
+        assert (answer.token_ids, answer.reason) == ([], SequenceFinishReason.STOP)
         assert answer.start is not None
         assert answer.start.num_cached_tokens == 0
     assert num_blocks > 18 or bench.scheduler.num_preemptions

@@ -10,7 +10,7 @@ import torch
 
 from kvloom_common.kv_share import KvShare
 from kvloom_common.text.block_hash import root_hash
-from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.base import EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP
 from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner, logits_of
@@ -125,7 +125,7 @@ def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool) -> None:
         bench.step()
     for request in requests:
         answer, expected = bench.answers[request.request_id], alone(request)
-        if answer.reason is FinishReason.CANCELLED:
+        if answer.reason is SequenceFinishReason.CANCELLED:
             assert request.request_id in cancelled
             assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
         else:
@@ -151,11 +151,13 @@ def test_a_resumed_sequence_that_had_ended_ends_at_once() -> None:
     """The shard died between the last token and the report of the end: no token may be added."""
     request = make_request("a", [1, 2, 3], max_tokens=5)
     whole = alone(request)
-    assert alone(dataclasses.replace(request, output_token_ids=whole.token_ids)) == Answer(reason=FinishReason.LENGTH)
+    assert alone(dataclasses.replace(request, output_token_ids=whole.token_ids)) == Answer(
+        reason=SequenceFinishReason.LENGTH
+    )
     stopped = dataclasses.replace(
         request, output_token_ids=whole.token_ids[:2], stop_token_ids=frozenset({whole.token_ids[1]})
     )
-    assert alone(stopped) == Answer(reason=FinishReason.STOP)
+    assert alone(stopped) == Answer(reason=SequenceFinishReason.STOP)
 
 
 def test_the_stop_token_is_emitted_and_ends_the_sequence() -> None:
@@ -165,7 +167,7 @@ def test_the_stop_token_is_emitted_and_ends_the_sequence() -> None:
     stop = next(token for index, token in enumerate(tokens) if index > 2 and token not in tokens[:index])
     answer = alone(dataclasses.replace(request, stop_token_ids=frozenset({stop})))
     assert answer.token_ids == tokens[: tokens.index(stop) + 1]
-    assert answer.reason is FinishReason.STOP
+    assert answer.reason is SequenceFinishReason.STOP
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4, 13])
@@ -173,7 +175,7 @@ def test_max_tokens_ends_with_length(max_tokens: int) -> None:
     """Exactly so many tokens, also at a block's edge."""
     answer = alone(make_request("a", [5, 6, 7], max_tokens=max_tokens))
     assert len(answer.token_ids) == max_tokens
-    assert answer.reason is FinishReason.LENGTH
+    assert answer.reason is SequenceFinishReason.LENGTH
 
 
 def test_a_sequence_that_fills_every_block_runs() -> None:
@@ -194,8 +196,8 @@ def test_cancel_frees_blocks_and_ends_in_the_next_output() -> None:
     output = bench.step()
     assert output is not None
     assert {(end.request_id, end.reason) for end in output.ends} == {
-        ("running", FinishReason.CANCELLED),
-        ("waiting", FinishReason.CANCELLED),
+        ("running", SequenceFinishReason.CANCELLED),
+        ("waiting", SequenceFinishReason.CANCELLED),
     }
     assert not bench.loop.has_work
     assert bench.pool.num_available == bench.pool.num_blocks
@@ -357,7 +359,7 @@ def test_out_of_memory_fails_the_newest_sequence_only() -> None:
 
     bench.runner.before_run = refuse
     answers = bench.run()
-    assert answers["new"].reason is FinishReason.ERROR
+    assert answers["new"].reason is SequenceFinishReason.ERROR
     assert "memory" in answers["new"].error
     assert same(answers["old"], alone(make_request("old", [1, 2, 3])))
     assert bench.pool.num_available == bench.pool.num_blocks
@@ -377,7 +379,7 @@ def test_logits_that_are_not_finite_end_their_sequence() -> None:
 
     bench.runner.run = poisoned  # pyright: ignore[reportAttributeAccessIssue]
     answers = bench.run(make_request("bad", [9, 9]), make_request("good", [1, 2]))
-    assert answers["bad"].reason is FinishReason.ERROR
+    assert answers["bad"].reason is SequenceFinishReason.ERROR
     assert answers["bad"].token_ids == []
     assert same(answers["good"], alone(make_request("good", [1, 2])))
 

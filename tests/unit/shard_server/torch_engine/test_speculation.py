@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom_common.config import SpeculationConfig
-from shard_server.engines.base import EngineRequest, FinishReason
+from shard_server.engines.base import EngineRequest, SequenceFinishReason
 from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 from tests.fakes.fake_model_runner import FakeModelRunner
 from tests.step_bench import Answer, StepBench, same
@@ -129,7 +129,7 @@ def test_a_stop_token_ends_the_answer_in_the_middle_of_a_draft() -> None:
     answer = bench.run(request)["r"]
     assert answer.token_ids == whole[:3]
     assert bench.num_draft_tokens > 2
-    assert answer.reason is FinishReason.STOP
+    assert answer.reason is SequenceFinishReason.STOP
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 10, 33])

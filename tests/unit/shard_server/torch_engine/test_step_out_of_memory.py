@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_server.engines.base import FinishReason
+from shard_server.engines.base import SequenceFinishReason
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import Bench, alone, same, various_requests
 
 FAULTS: dict[str, Callable[[], Exception]] = {
@@ -35,7 +35,7 @@ def test_the_newest_ends_with_an_error_and_the_others_go_on_exactly(fault: str, 
 
     bench.runner.before_run = fail
     answers = bench.run(*requests)
-    failed = [name for name, answer in answers.items() if answer.reason is FinishReason.ERROR]
+    failed = [name for name, answer in answers.items() if answer.reason is SequenceFinishReason.ERROR]
     assert failed == newest
     for request in requests:
         if request.request_id not in failed:
@@ -53,7 +53,7 @@ def test_memory_that_stays_short_fails_one_after_another_and_the_loop_lives_on()
 
     bench.runner.before_run = fail
     answers = bench.run(*requests)
-    assert {answer.reason for answer in answers.values()} == {FinishReason.ERROR}
+    assert {answer.reason for answer in answers.values()} == {SequenceFinishReason.ERROR}
     bench.runner.before_run = lambda batch: None
     again = various_requests(4, seed=2)
     later = bench.run(*again)

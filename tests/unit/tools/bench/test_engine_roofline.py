@@ -19,7 +19,13 @@ from tools.bench.engine.model_costs import (
     num_layer_weights,
     prefill_operations,
 )
-from tools.bench.engine.roofline import Limits, array_bytes, decode_shares, last_level_cache_bytes, prefill_shares
+from tools.bench.engine.roofline import (
+    MachineLimits,
+    array_bytes,
+    decode_shares,
+    last_level_cache_bytes,
+    prefill_shares,
+)
 
 # The tiny model: hidden 64, inner 128, 4 heads and 2 KV heads of 32, 2 layers, 320 tokens in its vocabulary.
 QUERY, KV = 4 * 32, 2 * 32
@@ -67,7 +73,7 @@ def test_windows_hide_keys(config: LlamaConfig) -> None:
 
 def test_shares_are_rates_over_limits(config: LlamaConfig) -> None:
     """A step that reads what the memory delivers in its time has a share of 1."""
-    limits = Limits(1, gb_per_second=10.0, gflop_per_second=100.0, gflop_source="fma")
+    limits = MachineLimits(1, gb_per_second=10.0, gflop_per_second=100.0, gflop_source="fma")
     num_bytes = decode_step_bytes(config, [100], 1.0, 2)
     shares = decode_shares(limits, config, [100], num_bytes / 10e9, "bfloat16", "int8")
     assert shares["of_bandwidth"] == pytest.approx(1.0)

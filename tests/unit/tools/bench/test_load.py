@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tools.bench.load import LoadPlan, bench_load, report_of
-from tools.bench.streams import Stream
+from tools.bench.streams import MeasuredStream
 
 PLAN = LoadPlan(
     rate=None,
@@ -26,11 +26,11 @@ def test_only_whole_answers_make_the_times() -> None:
     """A refused or unfinished request is counted, and must not make the others look faster or slower."""
     done = {"finish_reason": "length", "num_prompt_tokens": 20}
     sent = [
-        Stream("good", 8, sent_at=1.0, pieces_at=[1.5, 2.0, 3.5], num_output_tokens=5, **done),
-        Stream("late", 8, sent_at=1.0, pieces_at=[3.0], num_output_tokens=1, **done),
-        Stream("refused", 8, sent_at=1.0, error="full", error_code="queue_full", status=429),
-        Stream("broken", 8, sent_at=1.0, pieces_at=[1.1], error="the stream ended without a finish"),
-        Stream("left", 8, sent_at=9.0, pieces_at=[9.1]),
+        MeasuredStream("good", 8, sent_at=1.0, pieces_at=[1.5, 2.0, 3.5], num_output_tokens=5, **done),
+        MeasuredStream("late", 8, sent_at=1.0, pieces_at=[3.0], num_output_tokens=1, **done),
+        MeasuredStream("refused", 8, sent_at=1.0, error="full", error_code="queue_full", status=429),
+        MeasuredStream("broken", 8, sent_at=1.0, pieces_at=[1.1], error="the stream ended without a finish"),
+        MeasuredStream("left", 8, sent_at=9.0, pieces_at=[9.1]),
     ]
     report = report_of(sent, PLAN, 10.0)
     assert (report["requests"], report["answered"], report["unfinished"]) == (5, 2, 1)

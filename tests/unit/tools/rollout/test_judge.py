@@ -17,8 +17,8 @@ from tools.supervisor.rollout.judge import (
     ALPHA,
     Counts,
     Decision,
-    Limits,
     Looks,
+    RolloutLimits,
     judge,
     quantile_at_least,
     quantile_at_most,
@@ -27,7 +27,7 @@ from tools.supervisor.rollout.judge import (
 )
 
 BOUNDS = (*LATENCY_SECONDS, math.inf)
-LIMITS = Limits()
+LIMITS = RolloutLimits()
 rates = st.tuples(st.integers(0, 400), st.integers(0, 400)).map(lambda pair: (min(pair), max(pair)))
 alphas = st.floats(1e-6, 0.3)
 
@@ -127,7 +127,7 @@ def test_few_requests_are_no_reason_to_continue() -> None:
     """No news is no good news, unless the operator says so."""
     assert judge(counts(100), counts(19), LIMITS, 1).decision is Decision.WAIT
     assert judge(counts(100), counts(20), LIMITS, 1).decision is Decision.CONTINUE
-    assert judge(counts(100), counts(0), Limits(min_requests=0), 1).decision is Decision.CONTINUE
+    assert judge(counts(100), counts(0), RolloutLimits(min_requests=0), 1).decision is Decision.CONTINUE
 
 
 def scored(*gaps: float) -> GapSums:
@@ -137,7 +137,7 @@ def scored(*gaps: float) -> GapSums:
 
 def test_a_likelihood_gap_counts_once_it_is_certain() -> None:
     """Its bound may be looked at at any time, so that it decides, and not the mean."""
-    limits = Limits(max_likelihood_gap=0.1)
+    limits = RolloutLimits(max_likelihood_gap=0.1)
     for gap, decision in (
         (None, Decision.CONTINUE),
         (GapSums(), Decision.CONTINUE),

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom_common.models import likelihood_gap
 from tools.failures import CommandError
-from tools.supervisor.rollout.judge import Limits
+from tools.supervisor.rollout.judge import RolloutLimits
 from tools.supervisor.rollout.measurements import REQUESTS, Increments
 from tools.supervisor.rollout.plan import RolloutPlan, shard_settings
 from tools.supervisor.rollout.rollout import Rollout
@@ -89,7 +89,7 @@ class FakeWorld:
 
 
 PLAN = RolloutPlan("m@2", steps=(10, 100), hold_seconds=0.05)
-SCORED = dataclasses.replace(PLAN, hold_seconds=0.3, limits=Limits(max_likelihood_gap=0.1))
+SCORED = dataclasses.replace(PLAN, hold_seconds=0.3, limits=RolloutLimits(max_likelihood_gap=0.1))
 
 
 async def roll_out(world: FakeWorld, plan: RolloutPlan = PLAN, back: str = "") -> RolloutState:
@@ -168,7 +168,7 @@ async def test_a_load_that_fails_changes_nothing() -> None:
 
 async def test_a_quiet_fabric_may_go_on_without_requests() -> None:
     """With --min-requests 0 the operator has said so."""
-    plan = dataclasses.replace(PLAN, limits=Limits(min_requests=0))
+    plan = dataclasses.replace(PLAN, limits=RolloutLimits(min_requests=0))
     assert (await roll_out(FakeWorld(num_requests=0), plan)).phase == "done"
 
 
@@ -221,7 +221,7 @@ async def test_the_stop_of_the_fabric_ends_the_share_at_once() -> None:
         ({"steps": (0, 100)}, "above 0"),
         ({"hold_seconds": float("nan")}, "hold: from 0"),
         ({"num_shards": 0}, "num_shards"),
-        ({"limits": Limits(max_error_rate_increase=2)}, "max_error_rate_increase"),
+        ({"limits": RolloutLimits(max_error_rate_increase=2)}, "max_error_rate_increase"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused_by_the_name_of_its_field(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 
 
-def _run_to_end(cache: KvCache, hashes: list[int], num_blocks: int | None = None) -> int:
+def _run_to_end(cache: ModelledKvCache, hashes: list[int], num_blocks: int | None = None) -> int:
     """Admit, compute and free a prompt; returns how many blocks it found."""
     lease = cache.admit(hashes, len(hashes), num_blocks or len(hashes))
     assert lease is not None
@@ -17,7 +17,7 @@ def _run_to_end(cache: KvCache, hashes: list[int], num_blocks: int | None = None
 
 def test_a_prompt_finds_what_was_computed_before_it() -> None:
     """Blocks stay cached after their sequence's end, and a prompt that branches off finds the common part."""
-    cache = KvCache(10)
+    cache = ModelledKvCache(10)
     assert _run_to_end(cache, [1, 2, 3]) == 0
     assert _run_to_end(cache, [1, 2, 3, 4]) == 3
     assert _run_to_end(cache, [1, 2, 5]) == 2
@@ -26,7 +26,7 @@ def test_a_prompt_finds_what_was_computed_before_it() -> None:
 
 def test_blocks_are_not_reusable_before_they_are_computed() -> None:
     """A second prompt admitted while the first is in prefill finds only the chunks that are done."""
-    cache = KvCache(10)
+    cache = ModelledKvCache(10)
     lease = cache.admit([1, 2, 3, 4], 4, 4)
     assert lease is not None
     assert cache.store(lease, 2) == [1, 2]
@@ -37,7 +37,7 @@ def test_blocks_are_not_reusable_before_they_are_computed() -> None:
 
 def test_copies_of_blocks_computed_twice_are_freed() -> None:
     """Two sequences that computed one prefix at once share it from then on."""
-    cache = KvCache(10)
+    cache = ModelledKvCache(10)
     first, second = cache.admit([1, 2], 2, 2), cache.admit([1, 2], 2, 2)
     assert first is not None
     assert second is not None
@@ -50,7 +50,7 @@ def test_copies_of_blocks_computed_twice_are_freed() -> None:
 
 def test_the_least_recently_used_tail_goes_first() -> None:
     """Eviction takes the oldest prompt's last blocks first, so that what is left of it can still be found."""
-    cache = KvCache(6)
+    cache = ModelledKvCache(6)
     _run_to_end(cache, [1, 2, 3])
     _run_to_end(cache, [7, 8])
     _run_to_end(cache, [20, 21, 22])
@@ -60,7 +60,7 @@ def test_the_least_recently_used_tail_goes_first() -> None:
 
 def test_reuse_makes_a_prompt_recently_used() -> None:
     """A prompt used again outlives one that was stored after it."""
-    cache = KvCache(4)
+    cache = ModelledKvCache(4)
     _run_to_end(cache, [1, 2])
     _run_to_end(cache, [7, 8])
     _run_to_end(cache, [1, 2])
@@ -70,7 +70,7 @@ def test_reuse_makes_a_prompt_recently_used() -> None:
 
 def test_held_blocks_are_never_evicted() -> None:
     """A sequence is rejected rather than given blocks that another one uses."""
-    cache = KvCache(4)
+    cache = ModelledKvCache(4)
     lease = cache.admit([1, 2], 2, 3)
     assert lease is not None
     cache.store(lease, 2)
@@ -83,7 +83,7 @@ def test_held_blocks_are_never_evicted() -> None:
 
 def test_blocks_about_to_be_reused_do_not_count_as_available() -> None:
     """A prompt cannot both reuse its cached blocks and have them evicted for its own tail."""
-    cache = KvCache(4)
+    cache = ModelledKvCache(4)
     _run_to_end(cache, [1, 2, 3])
     assert cache.num_available == 4
     assert cache.admit([1, 2, 3, 4], 4, 5) is None
@@ -93,7 +93,7 @@ def test_blocks_about_to_be_reused_do_not_count_as_available() -> None:
 
 def test_the_tail_can_be_excluded_from_reuse() -> None:
     """A prompt that is cached to the last token still computes its last block."""
-    cache = KvCache(4)
+    cache = ModelledKvCache(4)
     _run_to_end(cache, [1, 2, 3])
     lease = cache.admit([1, 2, 3], 2, 3)
     assert lease is not None

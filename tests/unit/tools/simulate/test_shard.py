@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tools.simulate.fleet.engine_order import AGING, ShortestPrefillFirst
-from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.sequence import ShardSequence
@@ -64,7 +64,7 @@ class _Bench:
 
 
 def _bench(num_blocks: int = 100, **profile) -> _Bench:
-    return _Bench(SimShard("shard-0", _profile(**profile), BLOCK_SIZE, KvCache(num_blocks)))
+    return _Bench(SimShard("shard-0", _profile(**profile), BLOCK_SIZE, ModelledKvCache(num_blocks)))
 
 
 def _decode_step(*context_tokens: int) -> float:
@@ -180,7 +180,7 @@ def test_cancelled_sequences_free_their_blocks() -> None:
 
 
 def _shortest_first_bench() -> _Bench:
-    profile, cache = _profile(), KvCache(1000)
+    profile, cache = _profile(), ModelledKvCache(1000)
     order = ShortestPrefillFirst(profile, BLOCK_SIZE, cache)
     return _Bench(SimShard("shard-0", profile, BLOCK_SIZE, cache, order=order))
 
@@ -220,7 +220,7 @@ def test_a_long_prefill_does_not_starve_under_a_stream_of_short_ones() -> None:
 
 def _peer_bench(bytes_per_second: float) -> _Bench:
     """A shard whose peer holds prompt 9 (100 blocks)."""
-    profile, cache, peer = _profile(), KvCache(1000), KvCache(1000)
+    profile, cache, peer = _profile(), ModelledKvCache(1000), ModelledKvCache(1000)
     lease = peer.admit(range(9000, 9100), 100, 100)
     assert lease is not None
     peer.store(lease, 100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
-from kvloom_common.usage_witness import WitnessLine
+from kvloom_common.delivery_log import WitnessLine
 from tools.usage.reconcile import reconcile
 
 

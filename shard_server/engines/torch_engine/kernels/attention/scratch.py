@@ -31,7 +31,7 @@ class AttentionShape(NamedTuple):
     token_size: int
 
 
-class Scratch(NamedTuple):
+class AttentionScratch(NamedTuple):
     """The working memory of one thread."""
 
     queries: _Array
@@ -74,7 +74,7 @@ def scratch_at(address: Any, shape: Any) -> Any:
     scores = totals + 4 * rows
     weights = scores + 4 * TILE * CHUNK
     places = weights + 2 * TILE * CHUNK
-    return Scratch(
+    return AttentionScratch(
         queries=carray(bf16_at(address), (rows * dim,)),
         wide_queries=carray(floats_at(address), (rows * dim,)),
         sums=carray(floats_at(sums), (rows * dim,)),

@@ -33,7 +33,7 @@ give_out = make_give_out(native=True)
 _Array = np.ndarray[Any, Any]
 
 
-class Scratch(NamedTuple):
+class ProductScratch(NamedTuple):
     """The working memory of one thread."""
 
     sums: _Array

@@ -20,7 +20,7 @@ from shard_server.engines.torch_engine.kernels.codegen.compiled import (
     jit,
 )
 from shard_server.engines.torch_engine.kernels.codegen.tasks import ROWS, share
-from shard_server.engines.torch_engine.kernels.products.amx_bf16 import Scratch, multiply
+from shard_server.engines.torch_engine.kernels.products.amx_bf16 import ProductScratch, multiply
 from shard_server.engines.torch_engine.kernels.products.amx_int8 import multiply_int8, split_row
 from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, operands, out_size
 
@@ -100,7 +100,7 @@ def split_rows(task: Any, part: Any, num_parts: Any) -> None:
 @jit()
 def scratch_at(address: Any) -> Any:
     configurations = address + 2 * 4 * _SUMS
-    return Scratch(
+    return ProductScratch(
         carray(floats_at(address), (_SUMS,)),
         carray(floats_at(address + 4 * _SUMS), (_SUMS,)),
         carray(bytes_at(configurations), (_CONFIGURATION_BYTES,)),

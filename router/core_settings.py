@@ -10,7 +10,7 @@ from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom_common.config import KvloomConfig, PriorityClassConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.dispatch.prefill_legs import HandoffAbilities
+from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 from router.placement_plugins import guarded_policy
 

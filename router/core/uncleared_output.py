@@ -12,7 +12,7 @@ WithheldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 """Token ids, their text, the number of characters up to its end, logprobs."""
 
 
-class WithheldOutput:
+class UnclearedOutput:
     """The withheld output of one choice, in order.
 
     To save a call per token, the relay, Screening.clear, Verdicts.on_answers and Choice.record_forwarded write the

@@ -41,7 +41,7 @@ from router.conversation_intake import (
     wanted_messages,
     wanted_tools,
 )
-from router.core.events import ChoiceSpec, Request, Tier
+from router.core.events import ChoiceSpec, Request, TierRank
 from router.core.priority_classes import PriorityClass
 from router.model_choice import choose_model
 from router.parsed_output import ParsedOutput
@@ -61,7 +61,7 @@ from router.request_builder import (
 NO_TOOLS: Final = ToolPlan()
 
 
-class AcceptedGenerate(NamedTuple):
+class PreparedRequest(NamedTuple):
     """The request that the intake has made of a `Generate`, and how its answer is to be written."""
 
     request: Request
@@ -88,7 +88,7 @@ class AcceptedGenerate(NamedTuple):
         return self.request.full_name
 
 
-class Intake:
+class RequestValidator:
     """Checks requests and tokenizes them."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Intake:
         caches_results: bool = False,
         gives_receipts: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
-        prefers_others: Callable[[str, Tier], bool] | None = None,
+        prefers_others: Callable[[str, TierRank], bool] | None = None,
         tickets: ContinuationTickets | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
@@ -209,7 +209,7 @@ class Intake:
         traceparent: str = "",
         scope: CallerScope = TRUSTED,
         client_request_id: str = "",
-    ) -> AcceptedGenerate:
+    ) -> PreparedRequest:
         """Returns the request of a `Generate`; the slots of its choices are their indexes. Raises KvloomError."""
         check_num_choices(wanted.n or 1)
         check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
@@ -263,7 +263,7 @@ class Intake:
             output = ParsedOutput(given_id, parser, [ToolSchema(tool.name, tool.parameters) for tool in plan.tools])
             output.restore(choices, model.tokenizer, sampling.shown_special_token_ids)
         guide_field = GUIDE_FIELD if plan.guide is None or wanted.sampling.HasField("guide") else "tools"
-        return AcceptedGenerate(request, output, guide_field, chosen)
+        return PreparedRequest(request, output, guide_field, chosen)
 
     async def _tokenized(
         self, wanted: GenerateRequest, model: ServedModel, cache_salt: str, *, add_special_tokens: bool

@@ -31,7 +31,7 @@ def epoch_clock() -> Callable[[float], float]:
     return convert
 
 
-class LeaseDesk:
+class LeaseClient:
     def __init__(
         self,
         config: KvloomConfig,

@@ -25,7 +25,7 @@ MAX_HELD: Final = 4096
 """The most requests that may be held."""
 
 
-class HeldRequests:
+class RequestsAwaitingLease:
     def __init__(self, limiter: Limiter, fleet: Fleet, lifecycle: Lifecycle, action_buffer: ActionBuffer) -> None:
         self._limiter = limiter
         self._fleet = fleet
@@ -83,7 +83,7 @@ class HeldRequests:
             self._try_again(live, now, is_last_try=True)
         for decided in self._limiter.side_calls.conclude(self._limiter.num_routers, now):
             self._action_buffer.add(decided)
-        if not self._limiter.has_something_to_say(now):
+        if not self._limiter.has_pending_actions(now):
             return
         wants = self._limiter.take_wants(now)
         if wants:

@@ -16,7 +16,7 @@ from router.receipts.writer import ReceiptWriter
 from router.result_cache.cache import ResultCache, SharedResults
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class ResultTicket(msgspec.Struct, frozen=True):
     """Holds what an answer depends on besides its request, as of the arrival of that request
     (RequestArrived.ticket)."""
 
@@ -32,7 +32,7 @@ def _pass_on_nothing(_event: RequestArrived) -> None:
     pass
 
 
-class AnswerKeeper:
+class ResultRecorder:
     """Implements `router.core_driver.Keeper`. Pure but for what it is given, as `kvloom-lab dst` runs it too."""
 
     def __init__(
@@ -51,7 +51,7 @@ class AnswerKeeper:
         self._fingerprints = NO_FINGERPRINTS
         self._shared: SharedResults | None = None
         self._pass_on: Callable[[RequestArrived], None] = _pass_on_nothing
-        self._held: dict[int, tuple[Request, Ticket]] = {}
+        self._held: dict[int, tuple[Request, ResultTicket]] = {}
         """Requests for which the shared answers are asked, in their order."""
         self._num_held = 0
 
@@ -76,9 +76,9 @@ class AnswerKeeper:
         if cache is None or not request.is_cacheable or fingerprint is None or revision is None:
             if not request.wants_receipt:
                 return RequestArrived(request)
-            return RequestArrived(request, Ticket(fingerprint, revision, b"", 0))
+            return RequestArrived(request, ResultTicket(fingerprint, revision, b"", 0))
         key = cache.key(request, fingerprint, revision)
-        ticket = Ticket(fingerprint, revision, key, cache.num_clearings)
+        ticket = ResultTicket(fingerprint, revision, key, cache.num_clearings)
         if self._shared is not None and self._shared.is_asked and not cache.has(key, self._now()):
             self._hold(cache, self._shared, request, ticket)
             return None
@@ -89,7 +89,7 @@ class AnswerKeeper:
         for number in list(self._held):
             self._on_found(number, None)
 
-    def _hold(self, cache: ResultCache, shared: SharedResults, request: Request, ticket: Ticket) -> None:
+    def _hold(self, cache: ResultCache, shared: SharedResults, request: Request, ticket: ResultTicket) -> None:
         self._num_held = number = self._num_held + 1
         self._held[number] = request, ticket
         shared.look_up(ticket.key, cache.scope_of(request), functools.partial(self._on_found, number))
@@ -103,14 +103,14 @@ class AnswerKeeper:
             self._cache.take(ticket.key, answer, self._cache.scope_of(request), self._now())
         self._pass_on(self._looked_up(self._cache, request, ticket))
 
-    def _looked_up(self, cache: ResultCache, request: Request, ticket: Ticket) -> RequestArrived:
+    def _looked_up(self, cache: ResultCache, request: Request, ticket: ResultTicket) -> RequestArrived:
         cached = cache.find(ticket.key, request, self._now())
         use = RESULT_CACHE_USE_HIT if cached else RESULT_CACHE_USE_MISS
         return RequestArrived(request, ticket, use, cached)
 
     def completed(self, completed: AnswerCompleted) -> None:
         ticket, request, now = completed.ticket, completed.request, self._now()
-        assert isinstance(ticket, Ticket)
+        assert isinstance(ticket, ResultTicket)
         same_model = ticket.fingerprint is not None and ticket.fingerprint == self._fingerprints.get(request.model)
         if self._cache is not None and ticket.key:
             is_unchanged = same_model and ticket.policy_revision == self._policy_revision()

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from edge_http.answers.carried_text import NOTHING, CarriedText, progress_in_tokens, remaining_stop
+from edge_http.answers.continuation_prompt import NOTHING, CarriedText, progress_in_tokens, remaining_stop
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer

@@ -38,7 +38,7 @@ class WholeBody(NamedTuple):
     headers: Mapping[str, str]
 
 
-class KeptAnswer:
+class IdempotentAnswer:
     """One answer, from the request for it until it is forgotten."""
 
     __slots__ = ("body", "ended", "error", "lease", "name", "num_waiters", "task", "timer")
@@ -61,17 +61,17 @@ class KeptAnswer:
         return OVERHEAD_BYTES + (self.body.num_bytes if self.body is not None else 0)
 
 
-class KeptAnswers:
+class IdempotentAnswers:
     """It lives on the event loop and owns the tasks of its answers."""
 
     def __init__(self, config: EdgeResumeConfig) -> None:
         self._config = config
-        self._answers: dict[str, KeptAnswer] = {}
+        self._answers: dict[str, IdempotentAnswer] = {}
         """All that can be found, by response id."""
-        self._by_key: dict[tuple[str, str], KeptAnswer] = {}
-        self._complete: OrderedDict[KeptAnswer, None] = OrderedDict()
+        self._by_key: dict[tuple[str, str], IdempotentAnswer] = {}
+        self._complete: OrderedDict[IdempotentAnswer, None] = OrderedDict()
         """Complete answers, the oldest first."""
-        self._complete_of_callers: dict[str, OrderedDict[KeptAnswer, None]] = {}
+        self._complete_of_callers: dict[str, OrderedDict[IdempotentAnswer, None]] = {}
         """The same, by caller."""
         self._num_bytes_of_callers = KeyedCounts[str]()
         self.num_bytes = 0
@@ -80,22 +80,22 @@ class KeptAnswers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def find(self, response_id: str, caller: bytes) -> KeptAnswer | None:
+    def find(self, response_id: str, caller: bytes) -> IdempotentAnswer | None:
         """Returns None whether there is none or it is another caller's: clients cannot find out which."""
         answer = self._answers.get(response_id)
         if answer is None or not hmac.compare_digest(answer.name.caller, caller):
             return None
         return answer
 
-    def find_by_key(self, tenant: str, idempotency_key: str) -> KeptAnswer | None:
+    def find_by_key(self, tenant: str, idempotency_key: str) -> IdempotentAnswer | None:
         return self._by_key.get((tenant, idempotency_key))
 
     def begin(
         self, name: ResponseName, lease: ByteLease, job: Coroutine[Any, Any, WholeBody], on_done: Callable[[], None]
-    ) -> KeptAnswer:
+    ) -> IdempotentAnswer:
         """Let `job` make the answer that `name`, which has a key, stands for from now on. `on_done` is called when the
         job has ended."""
-        answer = KeptAnswer(name, lease, asyncio.create_task(job, name=f"response {name.id}"))
+        answer = IdempotentAnswer(name, lease, asyncio.create_task(job, name=f"response {name.id}"))
         self._answers[name.id] = answer
         self._by_key[name.tenant, name.idempotency_key] = answer
 
@@ -107,7 +107,7 @@ class KeptAnswers:
         return answer
 
     @contextlib.asynccontextmanager
-    async def attend(self, answer: KeptAnswer) -> AsyncIterator[WholeBody]:
+    async def attend(self, answer: IdempotentAnswer) -> AsyncIterator[WholeBody]:
         """Wait for the end of the answer. Its memory counts until the end of the `async with` block. Raises the
         KvloomError that it ended with."""
         answer.num_waiters += 1
@@ -134,17 +134,17 @@ class KeptAnswers:
             self._forget(answer)
             self._give_back(answer)
 
-    def _on_unattended(self, answer: KeptAnswer) -> None:
+    def _on_unattended(self, answer: IdempotentAnswer) -> None:
         if answer.ended.done():
             self._give_back(answer)
         else:
             answer.timer = GraceTimer(self._config.grace_seconds, lambda: self._abandon(answer))
             answer.timer.start()
 
-    def _abandon(self, answer: KeptAnswer) -> None:
+    def _abandon(self, answer: IdempotentAnswer) -> None:
         answer.task.cancel()
 
-    def _on_ended(self, answer: KeptAnswer, task: asyncio.Task[WholeBody]) -> None:
+    def _on_ended(self, answer: IdempotentAnswer, task: asyncio.Task[WholeBody]) -> None:
         self._stop_timer(answer)
         try:
             answer.body = task.result()
@@ -165,7 +165,7 @@ class KeptAnswers:
         if not answer.num_waiters:
             self._give_back(answer)
 
-    def _keep(self, answer: KeptAnswer) -> None:
+    def _keep(self, answer: IdempotentAnswer) -> None:
         caller = answer.name.tenant
         self._complete[answer] = None
         self._complete_of_callers.setdefault(caller, OrderedDict())[answer] = None
@@ -179,7 +179,7 @@ class KeptAnswers:
         while self.num_bytes > max_bytes:
             self._forget(next(iter(self._complete)))
 
-    def _forget(self, answer: KeptAnswer) -> None:
+    def _forget(self, answer: IdempotentAnswer) -> None:
         """No client can find it any more. Those that read it have its body."""
         name = answer.name
         self._stop_timer(answer)
@@ -196,12 +196,12 @@ class KeptAnswers:
             self.num_bytes -= answer.num_bytes
             self._num_bytes_of_callers.remove(name.tenant, answer.num_bytes)
 
-    def _give_back(self, answer: KeptAnswer) -> None:
+    def _give_back(self, answer: IdempotentAnswer) -> None:
         if answer.lease is not None:
             answer.lease.release()
             answer.lease = None
 
-    def _stop_timer(self, answer: KeptAnswer) -> None:
+    def _stop_timer(self, answer: IdempotentAnswer) -> None:
         if answer.timer is not None:
             answer.timer.close()
             answer.timer = None

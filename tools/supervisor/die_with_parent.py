@@ -1,4 +1,4 @@
-"""Runs a command that dies with the process that started it: `python -I -S exec_bound.py PARENT_PID COMMAND...`.
+"""Runs a command that dies with the process that started it: `python -I -S die_with_parent.py PARENT_PID COMMAND...`.
 PARENT_PID is 0 where the parent is not known beforehand.
 
 The kernel is asked to kill this process when its parent dies (PR_SET_PDEATHSIG survives exec). Then the process execs

@@ -30,7 +30,7 @@ _TRY_ELSEWHERE: Final = frozenset({ErrorReason.ERROR_REASON_DRAINING, ErrorReaso
 """Reasons that say nothing of the request."""
 
 
-class Intake:
+class SequenceAdmission:
     """The intake of one engine, for all routers. `max_sequences` limits the sequences in the engine, including those
     that are being cancelled there."""
 

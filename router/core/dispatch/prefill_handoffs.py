@@ -31,7 +31,7 @@ from router.core.dispatch.service_counters import ServiceCounters
 from router.core.events import SHADOW_TIER, ChoiceSpec, ShardDescription
 from router.core.fleet.fleet import HANDOFF_LOGPROBS, Fleet, Shard
 from router.core.frames import Finish
-from router.core.live import Attempt, LiveRequest, Split
+from router.core.live import Attempt, LiveRequest, PrefillHandoff
 from router.core.load.load_ledger import LoadLedger
 from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
@@ -65,7 +65,7 @@ class WaitingRequests(Protocol):
         """Place the request soon."""
 
 
-class PrefillLegs:
+class PrefillHandoffs:
     """Sends the legs, and takes their hand-offs."""
 
     def __init__(
@@ -110,7 +110,7 @@ class PrefillLegs:
             return False
         shard, on_prefill = self._placer.pick_among(shards, live, now)
         if split is None:
-            split = live.split = Split()
+            split = live.split = PrefillHandoff()
         self._send(live, split, shard, on_prefill, now)
         return True
 
@@ -133,7 +133,7 @@ class PrefillLegs:
             and any(other.can_fetch_from(shard.description) for other in ready)
         ]
 
-    def _send(self, live: LiveRequest, split: Split, shard: Shard, candidate: Candidate, now: float) -> None:
+    def _send(self, live: LiveRequest, split: PrefillHandoff, shard: Shard, candidate: Candidate, now: float) -> None:
         request = live.request
         if live.first_dispatched_at is None:
             self._service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
@@ -236,7 +236,7 @@ class PrefillLegs:
             self._give_up(live, split, split.attempt, LegOutcome.TIMED_OUT)
             self._wait(live, now)
 
-    def cancel(self, live: LiveRequest, split: Split, now: float) -> None:
+    def cancel(self, live: LiveRequest, split: PrefillHandoff, now: float) -> None:
         """The request ends: it needs neither its leg nor a hand-off."""
         handoff = split.handoff
         if split.attempt is not None:
@@ -285,7 +285,7 @@ class PrefillLegs:
             SubmitAttempt(shard.shard_id, 0, collection, [ChoiceSpec(slot, 0)], 1, num_tokens - 1, handoff=handoff)
         )
 
-    def note_handoff(self, live: LiveRequest, split: Split, *, is_used: bool) -> None:
+    def note_handoff(self, live: LiveRequest, split: PrefillHandoff, *, is_used: bool) -> None:
         """An attempt is sent with the hand-off, or without it as the prefill shard is gone."""
         if not split.is_counted:
             self._count(live, split, LegOutcome.USED if is_used else LegOutcome.SHARD_LOST)
@@ -295,17 +295,17 @@ class PrefillLegs:
         self.queue.check_unschedulable = True
         self.queue.wait_for_any(live, now)
 
-    def _give_up(self, live: LiveRequest, split: Split, attempt: Attempt, outcome: LegOutcome) -> None:
+    def _give_up(self, live: LiveRequest, split: PrefillHandoff, attempt: Attempt, outcome: LegOutcome) -> None:
         self._action_buffer.add(CancelOnShard(attempt.shard_id, [split.slot]))
         split.end_leg()
         self._count(live, split, outcome)
 
-    def _count(self, live: LiveRequest, split: Split, outcome: LegOutcome) -> None:
+    def _count(self, live: LiveRequest, split: PrefillHandoff, outcome: LegOutcome) -> None:
         split.is_counted = True
         self._action_buffer.add(PrefillLegCounted(split.prefill_shard_id, live.request.model, outcome))
 
 
-def _split_of(attempt: Attempt) -> Split | None:
+def _split_of(attempt: Attempt) -> PrefillHandoff | None:
     """None unless it is the leg for whose end its request waits."""
     live = attempt.prepares
     if live is None or live.split is None or live.split.attempt is not attempt:

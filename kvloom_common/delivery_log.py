@@ -61,7 +61,7 @@ def read_witness(files: Iterable[Path]) -> Iterator[WitnessLine]:
                 yield msgspec.json.decode(line, type=WitnessLine)
 
 
-class UsageWitness:
+class DeliveryLog:
     """`watch` is its task."""
 
     def __init__(self, path: Path) -> None:

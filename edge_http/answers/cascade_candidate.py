@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from edge_http.answers.answer import Answer
-from edge_http.answers.parsed_output import ParsedOutput
-from edge_http.formatting.response_formatter import Finish
+from edge_http.answers.answer import EdgeAnswer
+from edge_http.answers.parsed_output import CountedOutputParser
+from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
@@ -62,7 +62,7 @@ class _HeldChoice:
                     pass
 
 
-class HeldAnswer(Answer):
+class CascadeCandidate(EdgeAnswer):
     """Collects an answer that may not be delivered. Its cost is counted while it grows."""
 
     __slots__ = ("_choices", "_lease", "_max_bytes", "_num_bytes", "_shows_logprobs", "_updates", "response_id")
@@ -73,7 +73,7 @@ class HeldAnswer(Answer):
         n: int,
         max_bytes: int,
         lease: ByteLease,
-        parsed: Sequence[ParsedOutput] = (),
+        parsed: Sequence[CountedOutputParser] = (),
         *,
         response_id: str,
         shows_logprobs: bool,
@@ -97,7 +97,7 @@ class HeldAnswer(Answer):
             held.candidate.calls = [(name, "".join(pieces)) for name, pieces in held.calls]
         return [held.candidate for held in self._choices]
 
-    async def deliver(self, answer: Answer, drain: Callable[[], Awaitable[None]], deadline: float | None) -> None:
+    async def deliver(self, answer: EdgeAnswer, drain: Callable[[], Awaitable[None]], deadline: float | None) -> None:
         """Pass the updates on, as fast as the client reads: `drain` returns when there is room for more. `deadline` is
         one of the event loop's clock. Raises the error that ended the other answer."""
         try:
@@ -108,7 +108,7 @@ class HeldAnswer(Answer):
         if answer.error is not None:
             raise answer.error
 
-    async def _pass_on(self, answer: Answer, drain: Callable[[], Awaitable[None]]) -> None:
+    async def _pass_on(self, answer: EdgeAnswer, drain: Callable[[], Awaitable[None]]) -> None:
         for number, (index, update) in enumerate(self._updates, 1):
             match update:
                 case _HeldTokens():
@@ -141,7 +141,7 @@ class HeldAnswer(Answer):
         num_bytes = 4 * len(delta) + sum(each.ByteSize() + UPDATE_BYTES for each in shown)
         self._hold(index, _HeldTokens(delta, token_ids, shown), num_bytes)
 
-    def _add_finish(self, index: int, finish: Finish) -> None:
+    def _add_finish(self, index: int, finish: ChoiceFinish) -> None:
         held = self._choices[index]
         if self._parsed:
             held.read(self._parsed[index].finish())

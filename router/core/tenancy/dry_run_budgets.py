@@ -16,7 +16,7 @@ MAX_UNDECIDED: Final = 10_000
 """Requests for which one budget in shadow mode is being asked for. Of further ones nothing is reserved or counted."""
 
 
-class UndecidedBudgets:
+class DryRunBudgets:
     def __init__(self, watch: LeaseWatch, count: Callable[[str, str, str], None]) -> None:
         """`count` gets a limit's kind, what it would have done, and its account."""
         self._watch = watch

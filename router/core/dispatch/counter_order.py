@@ -12,7 +12,7 @@ _MIN_COMPACTED: Final = 16
 """Fewer entries are never worth sorting again."""
 
 
-class Turns(Generic[Name]):
+class CounterOrder(Generic[Name]):
     """The name with the lowest counter is first; of equal ones, that which was added first.
 
     A heap of the counters as they were when they were last looked at. As they only grow, an entry that has become wrong
