@@ -228,9 +228,9 @@ def hides_that_a_variant_has_changed(patch: Patch) -> None:
     patch.setattr(LiveRequest, "continues_answer", False)
 
 
-@caught_by(NoWaitBesideIdle, first_seed=1330)
+@caught_by(NoWaitBesideIdle)
 def believes_its_predictions_for_ever(patch: Patch) -> None:
-    """Queues and memory count as nothing, so that requests gather where their prefix is; and one that waits longer than
+    """Queues and memory count as nothing, a shard takes nothing that waits for it, and a request that waits longer than
     predicted never goes to a shard that has nothing to do."""
 
     def cost(_self: Ect, c: Candidate) -> tuple[float, ...]:
@@ -239,3 +239,4 @@ def believes_its_predictions_for_ever(patch: Patch) -> None:
     patch.setattr(Ect, "_cost", cost)
     patch.setattr(DispatchQueue, "_idle_instead", lambda *_: None)
     patch.setattr(DispatchQueue, "_steal", lambda *_: None)
+    patch.setattr(DispatchQueue, "_take", lambda *_: None)
