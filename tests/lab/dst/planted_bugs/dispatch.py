@@ -228,7 +228,7 @@ def hides_that_a_variant_has_changed(patch: Patch) -> None:
     patch.setattr(LiveRequest, "continues_answer", False)
 
 
-@caught_by(NoWaitBesideIdle, first_seed=1330)
+@caught_by(NoWaitBesideIdle, first_seed=300)
 def believes_its_predictions_for_ever(patch: Patch) -> None:
     """Queues and memory count as nothing, so that requests gather where their prefix is; and one that waits longer than
     predicted never goes to a shard that has nothing to do."""
