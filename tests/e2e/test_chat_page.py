@@ -209,7 +209,7 @@ async def test_errors_are_shown_and_can_be_retried(browser: Browser, world: Edge
     await expect(page.get_by_role("alert")).to_contain_text("The shard is gone.")
     await expect(last_answer(page).locator(".text")).to_have_text("Hel")
     third = await ask(page, world, "Other question")
-    assert third.request.prompt_text == "Other question"  # the failed exchange is not part of the conversation
+    assert third.request.submit.prompt_text == "Other question"  # the failed exchange is not part of the conversation
     third.tokens("ok")
     third.finish()
     await expect(last_answer(page).locator(".text")).to_have_text("ok")
@@ -310,7 +310,7 @@ async def test_an_answer_is_made_again_and_a_message_is_edited(browser: Browser,
     await expect(page.locator(".turn")).to_have_count(4)
     await page.get_by_role("button", name="Edit").first.click()
     edited = await ask(page, world, "Another first")
-    assert edited.request.prompt_text == "Another first"
+    assert edited.request.submit.prompt_text == "Another first"
     edited.tokens("eins")
     edited.finish()
     await expect(page.locator(".turn .text")).to_have_text(["Another first", "eins"])
@@ -427,7 +427,7 @@ async def test_conversation_survives_a_reload_and_new_chat_clears_it(browser: Br
     await expect(page.locator(".turn")).to_have_count(0)
     await expect(page.get_by_role("heading", name="Ask the model something")).to_be_visible()
     fresh = await ask(page, world, "Fresh")
-    assert fresh.request.prompt_text == "Fresh"
+    assert fresh.request.submit.prompt_text == "Fresh"
     await close_page(page)
 
 

@@ -85,7 +85,9 @@ def test_the_recorded_row_is_what_clients_were_told(decisions: tuple[Path, list[
 def test_the_table_names_what_was_and_what_would_have_been(decisions: tuple[Path, list[dict[str, Any]]]):
     """The command as it is in the documentation, and as a what-if with another fleet."""
     path, _ = decisions
-    title, _, *rows = simulate(path, "--policy", "round_robin").splitlines()
+    table, _, calibration = simulate(path, "--policy", "round_robin").partition("predictions against what happened")
+    title, _, *rows = table.splitlines()
     assert title.strip() == "decisions.jsonl, 2 × recorded, rate ×1"
+    assert "recorded" in calibration
     assert [row.split("  ")[0] for row in rows if row.strip()] == ["recorded", "ect (in force)", "round_robin", "bound"]
     assert "3 × recorded, rate ×2" in simulate(path, "--shards", "3", "--rate", "2")

@@ -20,12 +20,12 @@ from edge_http.resume.records import (
     AttemptRecord,
     ChoiceProgressDelta,
     ProgressDelta,
-    RequestRecord,
     RequestsRecord,
     ResponseRecord,
     encode,
 )
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
+from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 from kvloom_common.trust.seal import PLAIN
 from kvloom_common.trust.sealing import SecretSealer
 from tests.fakes.redis_server import redis_server
@@ -54,7 +54,8 @@ DELTA: Final = ProgressDelta(
 RESPONSE: Final = ResponseRecord(
     *(1, "chat", ID, 1, "tiny", "fp", False, False, False, {}, NUM_CHOICES, [3], b"caller", "", "", "")
 )
-REQUESTS: Final = RequestsRecord(2e9, [RequestRecord("r", array("I", [1]).tobytes(), "p", b"", b"", "", "", 1)])
+SUBMIT: Final = Submit(prompt_token_ids=[1], prompt_text="p", request=GenerateRequest(request_id="r", model="tiny"))
+REQUESTS: Final = RequestsRecord(2e9, [SUBMIT.SerializeToString()])
 RECORDS: Final = {"entry": encode([DELTA]), "e": encode(RESPONSE), "r": encode(REQUESTS), "p": encode(DELTA)}
 
 INTEGERS = st.integers(-2, 5) | st.sampled_from([2**31, 2**63, -(2**63)])

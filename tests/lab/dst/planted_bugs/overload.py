@@ -143,7 +143,7 @@ def ends_one_request_of_a_drain(patch: Patch) -> None:
     patch.setattr(RouterCore, "_on_drain_ended", on_drain_ended)
 
 
-@caught_by(NoRefusalBesideIdle, first_seed=190)
+@caught_by(NoRefusalBesideIdle)
 def refuses_beside_an_idle_shard(patch: Patch) -> None:
     """The wait that is predicted from the requests which wait for one shard holds for all of them."""
     patch.setattr(DispatchQueue, "has_idle_shard", lambda *_: False)

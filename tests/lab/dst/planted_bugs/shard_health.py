@@ -28,7 +28,7 @@ def takes_reports_for_progress(patch: Patch) -> None:
     patch.setattr(ShardHealth, "note_load", note_load)
 
 
-@caught_by(HungShardsAbandoned)
+@caught_by(HungShardsAbandoned, first_seed=300)
 def leaves_work_on_suspected_shards(patch: Patch) -> None:
     """A suspected shard gets nothing new, but its running requests stay."""
     patch.setattr(Migrator, "move_off", lambda _self, _shard, _now: None)
