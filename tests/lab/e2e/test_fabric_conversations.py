@@ -36,6 +36,7 @@ def test_conversations_find_nearly_all_that_an_infinite_cache_would_have(model_d
     assert 0 < ect["ttft_p50"] <= ect["ttft_p99"]
 
 
+@pytest.mark.long
 def test_two_turns_are_compared_with_an_infinite_cache(model_dir: Path, tmp_path: Path):
     """The bench itself, with simulated shards and one policy."""
     arguments = ["--conversations", "2", "--turns", "2", "--max-tokens", "4", "--think-seconds", "0"]
