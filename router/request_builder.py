@@ -62,7 +62,7 @@ class RequestBuilder:
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         tickets: ContinuationTickets | None = None,
     ) -> None:
-        """See Intake."""
+        """The arguments are those of RequestValidator (router/request_validator.py)."""
         self._checks = checks
         self._adapter_named = adapter_named
         self.cache_salt = cache_salts.of

@@ -33,7 +33,7 @@ def _pass_on_nothing(_event: RequestArrived) -> None:
 
 
 class ResultRecorder:
-    """Implements `router.core_driver.Keeper`. Pure but for what it is given, as `kvloom-lab dst` runs it too."""
+    """Implements `router.core_driver.AnswerSink`. Pure but for what it is given, as `kvloom-lab dst` runs it too."""
 
     def __init__(
         self,

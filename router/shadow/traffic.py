@@ -146,7 +146,7 @@ class ShadowTraffic:
             self._timer.cancel()
             self._timer = None
 
-    # -- Tap ----------------------------------------------------------------------------------------------------------
+    # -- AnswerObserver -----------------------------------------------------------------------------------------------
 
     def arrived(self, event: RequestArrived) -> Request:
         request = event.request

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
+from lab.dst.checkers.queueing import idle_for
 from lab.dst.observed import ObservedChoice, ObservedRequest, State, eligible
 from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SubmitAttempt
@@ -61,11 +62,8 @@ class NoRefusalBesideIdle(Checker):
             return
         if observed.request.tier is not TierRank.INTERACTIVE:
             return
-        idle = [one for one in eligible(witness.shards, observed) if one.is_idle and witness.has_room(one, observed)]
-        if idle:
-            self.fail(
-                f"{observed.request.request_id} was rejected beside {idle[0].description.shard_id}, which is idle"
-            )
+        if idle := idle_for(node, observed):
+            self.fail(f"{observed.request.request_id} was rejected beside {min(idle)}, which is idle")
 
 
 class TiersKept(Checker):

@@ -59,7 +59,8 @@ class NoWaitBesideIdle(Checker):
         if not node.holds_requests or node.config.classes:
             return
         before = self._since
-        waiting = {observed: idle for observed in node.witness.waiting() if (idle := _idle_for(node, observed))}
+        beginning = filter(_waits_for_another, node.witness.waiting())
+        waiting = {observed: idle for observed in beginning if (idle := idle_for(node, observed))}
         if before or waiting:
             self._since = {key: at for key, at in before.items() if key[0] is not node}
         for observed, idle in waiting.items():
@@ -74,12 +75,16 @@ class NoWaitBesideIdle(Checker):
                 self.fail(f"{name} waits for {node.now - since:.3f} s beside {others}, where it takes {min(own):.3f} s")
 
 
-def _idle_for(node: SimulatedRouterView, observed: ObservedRequest) -> set[str]:
-    """The shards that have nothing to do and could run a request that waits for another one."""
-    if observed.prefill_chunk is not None or observed.request.tier is not TierRank.INTERACTIVE or observed.has_begun:
-        return set()
+def idle_for(node: SimulatedRouterView, observed: ObservedRequest) -> set[str]:
+    """Returns the ids of the shards that have nothing to do and could run the request."""
     able = eligible(node.witness.shards, observed)
     return {one.description.shard_id for one in able if one.is_idle and node.witness.has_room(one, observed)}
+
+
+def _waits_for_another(observed: ObservedRequest) -> bool:
+    """True for a request that an idle shard could begin instead of the one it waits for."""
+    is_urgent = observed.request.tier is TierRank.INTERACTIVE
+    return is_urgent and observed.prefill_chunk is None and not observed.has_begun
 
 
 class _Passed(NamedTuple):

@@ -565,24 +565,27 @@ class DispatchQueue:
         """The shard with nothing to do that a request goes to which has waited for as long as its prefill takes there,
         whatever is predicted for the one that it waits for. Whoever waits no longer than the alternative takes loses
         at most as much again (ski rental), and so no prediction, however wrong, keeps it beside an idle shard."""
-        view_of = self._ledger.view
-        idle = [shard for shard in open_shards if view_of(shard.shard_id).is_idle]
-        if not idle:
+        picked = self._cheapest_idle(live, open_shards, now)
+        if picked is None:
             return None
-        shard, candidate = self._placer.pick_among(idle, live, now)
-        is_due = now - live.arrived_at >= candidate.own_seconds + candidate.adapter_wait_seconds
-        return (shard, candidate) if is_due else None
+        is_due = now - live.arrived_at >= picked[1].own_seconds + picked[1].adapter_wait_seconds
+        return picked if is_due else None
 
     def go_to_idle(self, live: LiveRequest, now: float) -> bool:
         """Send a request that waits for a shard to one that has nothing to do; returns false if there is none."""
-        open_shards = self._placer.open_shards(live)
-        idle = [shard for shard in open_shards if self._ledger.view(shard.shard_id).is_idle]
-        if not idle or live.queue_id is None or not live.queue_id.shard_id:
+        if live.queue_id is None or not live.queue_id.shard_id:
             return False
-        shard, candidate = self._placer.pick_among(idle, live, now)
+        picked = self._cheapest_idle(live, self._placer.open_shards(live), now)
+        if picked is None:
+            return False
         self.leave(live)
-        self._settle(live, shard, candidate, now)
+        self._settle(live, *picked, now)
         return True
+
+    def _cheapest_idle(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
+        """Returns the cheapest of those shards that have nothing to do; None: all of them have."""
+        idle = [shard for shard in open_shards if self._ledger.view(shard.shard_id).is_idle]
+        return self._placer.pick_among(idle, live, now) if idle else None
 
     def _place_again(self, model: str, now: float) -> None:
         """Place again those of a model that have waited for long since their last placement, the earliest first. A
