@@ -5,7 +5,7 @@ PYTHON := $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 endif
 # What installs packages: uv, or pip where uv cannot be had; INSTALLER=pip chooses. TORCH=cpu, default (the configured
-# index's build) or the URL of an index chooses the build of torch (docs/install.md).
+# index's build) or the URL of an index chooses the build of torch (docs/how-to/install.md).
 INSTALLER ?= auto
 TORCH ?= auto
 VENV := .venv
@@ -21,13 +21,16 @@ test test-long test-pythons test-cpus unit lab-test: export OMP_WAIT_POLICY = pa
 # Many processes start: each would compile what the last one did.
 run test test-long test-pythons test-cpus unit lab-test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-clients clean
+.PHONY: help run observe test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-deploy test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 
 run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards 1" is passed on.
 	@exec $(BIN)/kvloom up $(ARGS)
+
+observe: ## Start Prometheus with kvloom's alerts beside a running fabric (docs/operate/alerts.md).
+	@exec deploy/observe/run
 
 test: setup-dev ## Checks, then all tests but the long ones, three at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
@@ -67,6 +70,11 @@ test-schemathesis: setup-dev ## Requests made up from /openapi.json: no 500, no 
 	$(BIN)/python -m tests.schemathesis.serve_edge -- .venv-schemathesis/bin/schemathesis run --seed $(or $(SEED),1) \
 	  --max-examples $(or $(EXAMPLES),50) --phases examples,coverage,fuzzing --checks $(SCHEMATHESIS_CHECKS)
 
+test-deploy: ## The chart by Helm and kubernetes-validate, and the images' build commands in a clean folder. ARGS="chart" for one.
+	test -x .venv-deploy/bin/cyclonedx-py || ($(PYTHON) -m venv .venv-deploy && .venv-deploy/bin/pip install -q \
+	  helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 cyclonedx-bom==7.5.0 PyYAML==6.0.3)
+	.venv-deploy/bin/python -m tests.deploy.check $(ARGS)
+
 fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failures are kept in tests/fuzz/corpus.
 	$(BIN)/python -m tests.fuzz.run --seconds $(or $(SECONDS),60) $(TARGET)
 
@@ -96,7 +104,7 @@ $(STAMP)/clients-node: tests/clients/node/package.json
 	@cd tests/clients/node && npm install --silent --no-package-lock --no-audit --no-fund
 	@mkdir -p $(STAMP) && touch $@
 
-wheels: setup-dev ## Both wheels, the SDK's and the fabric's, in dist/ (docs/install.md).
+wheels: setup-dev ## Both wheels, the SDK's and the fabric's, in dist/ (docs/how-to/install.md).
 	$(BIN)/hatchling build -t wheel -d $(CURDIR)/dist
 	cd fabric && ../$(BIN)/hatchling build -t wheel -d $(CURDIR)/dist
 
@@ -127,5 +135,5 @@ protos-check: setup-dev
 	.ci/protos-breaking $(BIN)/buf
 
 clean: ## Remove what setup and tests made.
-	rm -rf $(VENV) .venv-3.* .venv-clients .venv-schemathesis tests/clients/node/node_modules $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-3.* .venv-clients .venv-schemathesis .venv-deploy tests/clients/node/node_modules $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvloom/v1/*_pb2*.py kvloom/v1/*_pb2*.pyi

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.kernels.families import FAMILIES
-from shard_server.engines.torch_engine.kernels.packed_linear import PackedBf16, PackedInt8, multiply
+from shard_server.engines.torch_engine.kernels.packed_linear import multiply
+from shard_server.engines.torch_engine.kernels.packed_weights import PackedBf16, PackedInt8
 from shard_server.engines.torch_engine.kernels.paged_attention import CompiledAttention
 from shard_server.engines.torch_engine.kernels.products.outputs import FLOATS
 from shard_server.engines.torch_engine.kernels.self_check import why_wrong

@@ -28,7 +28,7 @@ async def serve(options: argparse.Namespace) -> None:
     catalogue = await asyncio.to_thread(load_catalogue, config)
     try:
         # Edges take CPUs from the first on, routers from the last on.
-        with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.is_pinned_to_cpu):
+        with kept_on_one_cpu(instance_number(options.name), wanted=config.fabric.is_pinned_to_cpu):
             async with linked_routers(config, options.name, trust) as link, following(trust):
                 listen = EdgeListenOptions.from_arguments(options, config)
                 await serve_edge(config, link, catalogue, listen, stop, _on_ready, trust, options.name)

@@ -6,11 +6,12 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import web
 
 from edge_http.metrics import EdgeMetrics
+from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.resume.idempotent_answers import IdempotentAnswer, IdempotentAnswers
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
@@ -31,7 +32,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.access.caller_access import check_models, usable
 from kvloom_common.callers import Callers
-from kvloom_common.config import EdgeConfig
+from kvloom_common.config import EdgeConfig, KvloomConfig, with_constants
 from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.records import MetricsTarget
 from kvloom_common.limits.byte_budget import ByteBudget, memory_error
@@ -40,6 +41,12 @@ from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.model_routes import NO_ROUTES, Feature, ModelRoutes
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
+from kvloom_common.process.control_socket import run_folder
+from kvloom_common.receipts.key_files import key_path, public_path
+from kvloom_common.replay.stream_retention import ResumeSettings
+
+if TYPE_CHECKING:
+    from edge_http.tracing import EdgeTracing
 
 GENERATE: Final = "generate"
 EMBED: Final = "embed"
@@ -60,6 +67,28 @@ class LossReports(Protocol):
 
 _CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs", "vision": "vision"}
 """The capabilities that shards must have for a feature. Tools are a matter of the prompt and of parsing."""
+
+
+BUILT_IN_CLASSES: Final = frozenset({"interactive", "batch"})
+PENDING_BODIES: Final = 64
+"""All bodies together that are being received or parsed may have so many times `max_body_bytes`. Beyond that requests
+are rejected at once."""
+
+
+class EdgeSettings(EdgeConfig):
+    max_header_bytes: int = 16 * 2**10
+    """A request line or a header; all together may have twice that. Proxies and browsers send at most 8 or 16 KiB."""
+    max_messages: int = 4096
+    """More messages than any context window holds."""
+    max_buffered_bytes: int = 256 * 2**10
+    """The bytes that may wait for a slow reader, per stream: some ten thousand tokens. Beyond that the request is
+    cancelled."""
+    max_answer_bytes: int = 32 * 2**20
+    """The size of an answer that is not streamed. Beyond that the request is cancelled. No model's longest answers,
+    with log-probabilities, come near."""
+    max_pending_answer_bytes: int = 256 * 2**20
+    """The size of all answers together that are not streamed, while they are collected and sent. Beyond that the
+    answer that needs more fails."""
 
 
 class AdmissionPermit:
@@ -85,7 +114,7 @@ class Edge:
 
     def __init__(
         self,
-        config: EdgeConfig,
+        config: KvloomConfig,
         link: RouterLink,
         models: Mapping[str, ServedModel],
         losses: LossReports | None = None,
@@ -95,54 +124,66 @@ class Edge:
     ) -> None:
         """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
         callers of requests; None: without a key. `models`: by name and alias; they may come and go."""
-        self.config = config
+        edge = self.config = with_constants(config.edge, EdgeSettings)
+        self.caller_limits = config.callers
+        self.request_timeout_seconds = config.fabric.request_timeout_seconds
+        self.drain_timeout_seconds = config.fabric.drain_timeout_seconds
+        self.resume_config = with_constants(config.resume, ResumeSettings)
         self.link = link
         self.models = models
         self.routes = routes
         self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
-        self.fields = UnknownFields(self.metrics.on_ignored_field, refuses_all=config.strict_fields)
-        self.resume = ResumeTable(config.resume, self.metrics)
-        self.idempotent_answers = IdempotentAnswers(config.resume)
+        self.fields = UnknownFields(self.metrics.on_ignored_field, refuses_all=edge.strict_fields)
+        self.resume = ResumeTable(self.resume_config, self.metrics)
+        self.idempotent_answers = IdempotentAnswers(self.resume_config)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
-        self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
+        self.callers = RequestCallers(callers or Callers(), edge.trusted_proxies)
         self.may_connect: Callable[[asyncio.BaseTransport], bool] = lambda _: True
         """Says if a new connection is served."""
         self.access_log = access_log
-        self.cors = Cors(config.cors_origins) if config.cors_origins else None
+        self.cors = Cors(edge.cors_origins) if edge.cors_origins else None
         self.bodies = ByteBudget(
-            config.max_pending_body_bytes,
+            PENDING_BODIES * edge.max_body_bytes,
             "request bodies",
-            least_share_bytes=config.max_body_bytes,
+            least_share_bytes=edge.max_body_bytes,
             ends_large=True,
         )
         """The bytes of requests that have been received but not processed yet."""
         self.collected = ByteBudget(
-            config.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=config.max_answer_bytes
+            edge.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=edge.max_answer_bytes
         )
         """The bytes of answers that are collected or being sent."""
-        self.pipelined = ByteBudget(config.max_pending_body_bytes // 4, "pipelined requests")
+        self.pipelined = ByteBudget(PENDING_BODIES * edge.max_body_bytes // 4, "pipelined requests")
         """The bytes of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
-        self.keep_alive = KeepAlive(config.stream_keep_alive_seconds, config.stream_head_seconds)
-        self.has_result_cache = False
+        self.keep_alive = KeepAlive(edge.stream_keep_alive_seconds, edge.stream_head_seconds)
+        self.has_result_cache = config.router.result_cache.enabled
         """True when routers have a result cache; then responses tell if it had the answer."""
-        self.class_names: frozenset[str] = frozenset()
-        """The classes of requests (docs/scheduling.md), with the built-in ones, if any is declared."""
-        self.may_have_classes = self.callers.have_tenants
+        classes = [one.name for one in config.router.classes]
+        self.class_names: frozenset[str] = BUILT_IN_CLASSES.union(classes) if classes else frozenset()
+        """The classes of requests (docs/concepts/scheduling.md), with the built-in ones, if any is declared."""
+        self.may_have_classes = self.callers.have_tenants or bool(classes)
         """True when a request that names no class may have one: classes are declared, or its key may have one."""
-        self.receipt_keys: Path | None = None
+        receipts = config.router.receipts
+        self.receipt_keys = public_path(key_path(receipts.key_file, config.data_dir)) if receipts.enabled else None
         """The file with the public keys of receipts; None: there are no receipts."""
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self.usage: TenantUsage | None = None
         """None without tenants."""
+        self.orchestrator: OrchestratorLink | None = None
+        """None: nothing is stored."""
+        self.tracing: EdgeTracing | None = None
+        """None: there are no traces."""
         self.witness: DeliveryLog | None = None
         """None: nobody compares what is metered with what is delivered."""
         self._remote_responses: RemoteResponses = NoRemoteResponses()
-        self.run_folder = Path()
+        self.num_watchers = 0
+        """Pages of administrators that read events now."""
+        self.run_folder = run_folder(Path(config.data_dir))
         """That of the `kvloom up` which has started this edge."""
         self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
         """Lists the processes of the fleet that serve /metrics; set once this edge listens."""
@@ -208,7 +249,7 @@ class Edge:
         QUEUE_FULL)."""
         if self._refuses_all:
             raise draining_error() if self._draining else memory_error()
-        limit = self.config.max_concurrent_requests_per_caller
+        limit = self.caller_limits.max_concurrent_requests
         if caller and self._num_running_by_caller[caller] >= limit:
             raise caller_limit_error(limit)
         self.check_room()
@@ -357,7 +398,7 @@ def caller_limit_error(max_requests: int) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_RATE_LIMITED,
         f"You have {max_requests} requests running at this server, which is the most that one caller may have "
-        "(edge.max_concurrent_requests_per_caller).",
+        "(callers.max_concurrent_requests).",
         retry_after_seconds=BUSY_RETRY_SECONDS,
     )
 

@@ -7,20 +7,23 @@ labels for models only ever hold names of models that this edge serves.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
+from edge_http import metric_table as table
 from edge_http.answers.answer import EdgeAnswer
+from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, TOKENS
-from kvloom_common.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
+from kvloom_common.metrics.series import CounterSeries, HistogramSeries
+from kvloom_common.metrics.table import CollectorOf
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
-_GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
+MAX_LATEST: Final = 2048
+"""Answers whose durations are kept, for those who ask what made a request slow."""
 
 
 class _OfModel:
@@ -44,126 +47,29 @@ class EdgeMetrics:
         registry = self._registry
         prometheus_client.ProcessCollector(registry=registry)
         prometheus_client.GCCollector(registry=registry)
-        self._requests = CounterFamily(
-            "kvloom_edge_requests",
-            "HTTP requests that were answered, refused ones too. Unit: requests.",
-            ("route", "status"),
-            registry,
-        )
-        self._disconnects = Counter(
-            "kvloom_edge_client_disconnects",
-            "Clients that went away before their answer ended. Unit: clients.",
-            registry=registry,
-        )
-        self._slow_clients = Counter(
-            "kvloom_edge_slow_clients",
-            "Streams ended because the client read too slowly. Unit: streams.",
-            registry=registry,
-        )
-        self.output_tokens = CounterFamily(
-            "kvloom_edge_output_tokens",
-            "Tokens of answers that ended, as received from routers. Unit: tokens.",
-            ("model",),
-            registry,
-        )
-        self._events = CounterFamily(
-            "kvloom_edge_sse_events",
-            "Server-sent events written, counted when their answer ends. Unit: events.",
-            (),
-            registry,
-        ).labels()
-        self._resumed = Counter(
-            "kvloom_edge_resumed_streams", "Streams taken up again by their client. Unit: streams.", registry=registry
-        )
-        self._taken_over = Counter(
-            "kvloom_edge_taken_over_responses",
-            "Running answers of other edges that continued here after those had died. Unit: answers.",
-            registry=registry,
-        )
-        self._replayed = Counter(
-            "kvloom_edge_replayed_events",
-            "Events sent again, or late, to clients that resumed. Unit: events.",
-            registry=registry,
-        )
-        self._expired = Counter(
-            "kvloom_edge_expired_responses",
-            "Answers cancelled because no client came back. Unit: answers.",
-            registry=registry,
-        )
-        self._evicted = Counter(
-            "kvloom_edge_evicted_responses",
-            "Answers whose events were forgotten to keep others'. Unit: answers.",
-            registry=registry,
-        )
-        self._unclaimed = Counter(
-            "kvloom_edge_unclaimed_events",
-            "Events of expired answers that were generated in vain, after their client had left. Unit: events.",
-            registry=registry,
-        )
-        self._discarded = Counter(
-            "kvloom_edge_cascade_discarded_tokens",
-            "Tokens of candidates of cascades that did not pass a test, or failed: no client got them. Unit: tokens.",
-            ("route", "model", "reason"),
-            registry=registry,
-        )
-        self._continued = Counter(
-            "kvloom_edge_continued_answers",
-            "Streamed answers whose model was lost and that the next model of their route continued. Unit: answers.",
-            ("route", "model", "continued_by"),
-            registry=registry,
-        )
-        self._nonconforming_calls = Counter(
-            "kvloom_edge_nonconforming_calls",
-            "Demanded tool calls whose arguments do not conform to their tool's schema, of which a guide has not "
-            "followed all. Unit: calls.",
-            registry=registry,
-        )
-        self._ignored_fields = CounterFamily(
-            "kvloom_edge_ignored_fields",
-            "Fields of requests that are not known and were left out, by name; of many names, most are `other`. Unit: "
-            "fields.",
-            ("field",),
-            registry,
-        )
-        running = Gauge(
-            "kvloom_edge_running_requests", "Generation requests under way now. Unit: requests.", registry=registry
-        )
-        running.set_function(num_running)
-        connected = Gauge(
-            "kvloom_edge_router_connected",
-            "Whether the link to a router is up now. Unit: 1 for yes, 0 for no.",
-            registry=registry,
-        )
-        connected.set_function(lambda: float(is_connected()))
-        self._duration = HistogramFamily(
-            "gen_ai_server_request_duration_seconds",
-            "From a request's submission to a router to the end of its answer, observed at that end. Unit: seconds.",
-            (*_GEN_AI_LABELS, "error_type"),
-            LATENCY_SECONDS,
-            registry,
-        )
-        self.ttft = HistogramFamily(
-            "gen_ai_server_time_to_first_token_seconds",
-            "From a request's submission to a router to its first token, observed when the answer ends. Unit: seconds.",
-            _GEN_AI_LABELS,
-            LATENCY_SECONDS,
-            registry,
-        )
-        self.tpot = HistogramFamily(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time between the tokens of an answer after the first, observed when the answer ends. Unit: seconds.",
-            _GEN_AI_LABELS,
-            TOKEN_SECONDS,
-            registry,
-        )
-        self.usage = HistogramFamily(
-            "gen_ai_client_token_usage",
-            "Tokens of a prompt (input) and of its answer (output), observed when the answer ends. Unit: tokens.",
-            (*_GEN_AI_LABELS, "gen_ai_token_type"),
-            TOKENS,
-            registry,
-        )
+        self._requests = table.REQUESTS.family(registry)
+        self._disconnects = table.CLIENT_DISCONNECTS.series(registry)
+        self._slow_clients = table.SLOW_CLIENTS.series(registry)
+        self.output_tokens = table.OUTPUT_TOKENS.family(registry)
+        self._events = table.SSE_EVENTS.series(registry)
+        self._resumed = table.RESUMED_STREAMS.series(registry)
+        self._taken_over = table.TAKEN_OVER_RESPONSES.series(registry)
+        self._replayed = table.REPLAYED_EVENTS.series(registry)
+        self._expired = table.EXPIRED_RESPONSES.series(registry)
+        self._evicted = table.EVICTED_RESPONSES.series(registry)
+        self._unclaimed = table.UNCLAIMED_EVENTS.series(registry)
+        self._discarded = table.CASCADE_DISCARDED_TOKENS.family(registry)
+        self._continued = table.CONTINUED_ANSWERS.family(registry)
+        self._nonconforming_calls = table.NONCONFORMING_CALLS.series(registry)
+        self._ignored_fields = table.IGNORED_FIELDS.family(registry)
+        table.RUNNING_REQUESTS.watch(registry, num_running)
+        table.ROUTER_CONNECTED.watch(registry, lambda: float(is_connected()))
+        self._duration = table.GEN_AI_SERVER_REQUEST_DURATION_SECONDS.family(registry)
+        self.ttft = table.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN_SECONDS.family(registry)
+        self.tpot = table.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN_SECONDS.family(registry)
+        self.usage = table.GEN_AI_CLIENT_TOKEN_USAGE.family(registry)
 
+        self._latest: deque[tuple[str, float]] = deque(maxlen=MAX_LATEST)
         self._of_model: dict[tuple[str, str], _OfModel] = {}
         self._durations: dict[tuple[str, str, str], HistogramSeries] = {}
         self._responses: dict[tuple[str, int], CounterSeries] = {}
@@ -172,8 +78,16 @@ class EdgeMetrics:
     def registry(self) -> CollectorRegistry:
         return self._registry
 
-    def add(self, collector: Collector) -> None:
-        self._registry.register(collector)
+    def watch_routers(self, group: RouterGroup) -> None:
+        """Counts of the links to several routers."""
+        CollectorOf(
+            self._registry,
+            lambda: (
+                table.REATTACHED_REQUESTS.collected(group.num_reattached),
+                table.ORPHANED_REQUESTS.collected(group.num_given_up),
+                table.PARKED_REQUESTS.collected(group.num_parked),
+            ),
+        )
 
     def on_response(self, route: str, status: int) -> None:
         """`route` is one of the routing table's names, never a path that a client made up."""
@@ -196,20 +110,9 @@ class EdgeMetrics:
         self, num_kept: Callable[[], float], num_unattended: Callable[[], float], num_bytes: Callable[[], float]
     ) -> None:
         """Gauges of the resumable responses."""
-        for name, text, function in (
-            ("kvloom_edge_resumable_responses", "Responses that can be resumed now. Unit: responses.", num_kept),
-            (
-                "kvloom_edge_unattended_responses",
-                "Running responses that can be resumed and that no client reads now. Unit: responses.",
-                num_unattended,
-            ),
-            (
-                "kvloom_edge_resume_bytes",
-                "Size of the events held now for resumable responses. Unit: bytes.",
-                num_bytes,
-            ),
-        ):
-            Gauge(name, text, registry=self._registry).set_function(function)
+        table.RESUMABLE_RESPONSES.watch(self._registry, num_kept)
+        table.UNATTENDED_RESPONSES.watch(self._registry, num_unattended)
+        table.RESUME_BYTES.watch(self._registry, num_bytes)
 
     def on_resumed(self) -> None:
         self._resumed.inc()
@@ -239,11 +142,23 @@ class EdgeMetrics:
     def on_evicted(self) -> None:
         self._evicted.inc()
 
+    def seconds_of(self, request_id: str) -> float | None:
+        """How long the answer to a request took here, from its submission; None: it is not among the latest ones."""
+        return next((seconds for name, seconds in reversed(self._latest) if name == request_id), None)
+
     def on_answer(
-        self, operation: str, model: str, answer: EdgeAnswer, num_prompt_tokens: int, num_events: int
+        self,
+        operation: str,
+        model: str,
+        answer: EdgeAnswer,
+        num_prompt_tokens: int,
+        num_events: int,
+        request_id: str = "",
     ) -> None:
-        """An answer that was submitted is over, well or not. `model` is the served model's name."""
+        """An answer that was submitted is over, well or not. `model` is the served model's name, `request_id` that of
+        the only request to the router, or ""."""
         now = time.monotonic()
+        self._latest.append((request_id, now - answer.started_at))
         error_type = answer.error.reason_name.lower() if answer.error else ""
         duration = self._durations.get((operation, model, error_type))
         if duration is None:

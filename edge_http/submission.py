@@ -62,6 +62,16 @@ class RunAnswer(Protocol):
         ...
 
 
+class RunAnyAnswer(Protocol):
+    """Brings any answer to its end."""
+
+    async def __call__(
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = _on_submitted
+    ) -> None:
+        """Raises the error that ended the answer."""
+        ...
+
+
 async def run_submission(
     edge: Edge,
     submission: Submission,
@@ -99,8 +109,14 @@ async def run_submission(
                 edge.link.cancel(handle)
         if edge.witness is not None:
             _note_delivered(edge.witness, submission, answer)
+        only = submission.requests[0] if len(submission.requests) == 1 else None
         edge.metrics.on_answer(
-            submission.operation, submission.model, answer, submission.num_prompt_tokens, answer.num_events
+            submission.operation,
+            submission.model,
+            answer,
+            submission.num_prompt_tokens,
+            answer.num_events,
+            "" if only is None else only.wanted.request_id,
         )
     if answer.error is not None:
         answer.error = named_for_clients(answer.error, submission.prompt_field, submission.guide_field)

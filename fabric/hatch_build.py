@@ -11,7 +11,16 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGES: Final = ("control", "edge_http", "kvloom_common", "router", "safety_svc", "shard_server", "tools")
+PACKAGES: Final = (
+    "control",
+    "edge_http",
+    "kvloom_common",
+    "orchestrator",
+    "router",
+    "safety_svc",
+    "shard_server",
+    "tools",
+)
 """Not `lab`, which tests the repository that it lies in, and measures it beside the peers that it installs. What is
 shipped must not import it: a contract in ../pyproject.toml forbids it."""
 

@@ -13,7 +13,7 @@ transport/         streams between processes: gRPC, and Unix sockets on one mach
 enums.py           reasons, finish reasons and tiers as Python's enums
 errors.py          the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
 sampling.py        limits and checks of sampling parameters and stop conditions
-objectives.py      checks of the objectives of a request (docs/deadlines.md)
+objectives.py      checks of the objectives of a request (docs/how-to/deadlines.md)
 request_fields.py  the names of a request's fields where nothing nests them
 guide.py           limits and checks of guides (JSON schemas, regular expressions, grammars)
 adapters.py        LoRA adapters of models, and by which names they can be requested

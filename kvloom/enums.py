@@ -53,6 +53,8 @@ class ErrorReason(enum.IntEnum):
     CONTROL_UNAVAILABLE = 51
     DEADLINE_IMPOSSIBLE = 52
     RESPONSE_UNAVAILABLE = 53
+    REQUEST_QUARANTINED = 54
+    ORCHESTRATOR_UNAVAILABLE = 55
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

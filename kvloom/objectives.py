@@ -1,5 +1,5 @@
 """The objectives of a request on the wire: their checks, and how they travel on to another router
-(docs/deadlines.md)."""
+(docs/how-to/deadlines.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank of a request's class, as it is sent to a shard: the lower, the more urgent (docs/scheduling.md)."""
+"""The rank of a request's class, as it is sent to a shard: the lower, the more urgent (docs/concepts/scheduling.md)."""
 
 from __future__ import annotations
 

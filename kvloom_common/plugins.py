@@ -1,4 +1,4 @@
-"""Plugins: parts of a fabric that other packages bring, as Python entry points (docs/plugins.md).
+"""Plugins: parts of a fabric that other packages bring, as Python entry points (docs/how-to/plugins.md).
 
     ENGINES = PluginGroup("kvloom.engines", "engine", ("sim", "torch"))
     factory = ENGINES.load("acme")

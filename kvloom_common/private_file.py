@@ -58,6 +58,21 @@ def new_file_beside(path: Path) -> tuple[IO[bytes], Path]:
     return os.fdopen(descriptor, "w+b"), Path(name)
 
 
+def write_once(path: Path, content: bytes) -> bool:
+    """Make the file, whole at once and of mode 0600. Returns False, and leaves what there is, where another process has
+    made it. Raises OSError."""
+    file, own = new_file_beside(path)
+    try:
+        with file:
+            file.write(content)
+        os.link(own, path, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()
+    return True
+
+
 def move_file(source: Path, target: Path) -> None:
     """Rename a regular file. It takes the place of a regular file at `target`, and of nothing else. Raises OSError."""
     _require_regular(source, source.lstat())

@@ -13,7 +13,7 @@ _UNKNOWN_KEY: Final = re.compile(r"Object contains unknown field `(?P<key>[^`]*)
 
 def meant_key(message: str, root: type) -> str:
     """Says what the user may have meant by a key that does not exist: the end of the message that names it. "" if it
-    names none, or nothing is like it."""
+    names none, or nothing is like it. A section says where its former keys went in `moved`."""
     unknown = _UNKNOWN_KEY.fullmatch(message)
     if unknown is None:
         return ""
@@ -23,6 +23,9 @@ def meant_key(message: str, root: type) -> str:
         section = _section(section, name) if section is not None else None
     if section is None:
         return ""
+    moved = getattr(section, "moved", {}).get(unknown["key"])
+    if moved is not None:
+        return f". {moved}."
     keys = [field.encode_name for field in msgspec.structs.fields(section)]
     near = difflib.get_close_matches(unknown["key"].replace("-", "_").lower(), keys, 1, 0.75)
     if near:

@@ -6,6 +6,9 @@ commands.py   the command
 dst/          `kvloom-lab dst`: deterministic simulation tests of the router core
 chaos/        `kvloom-lab chaos`: a live fabric under faults
 bench/        `kvloom-lab bench`: what parts and policies cost and bring, also beside others' gateways and engines
+traces/       `kvloom-lab trace`: the trace of one request
+process_counters.py  CPU time, context switches and memory of processes
+train_adapter.py  trains a small LoRA adapter, for demonstrations and tests
 pages.py      tables in Markdown, and their places in documentation pages
 study/        `kvloom-lab bench routing`: the tables of placement policies in the docs
 """

@@ -11,6 +11,7 @@ from tools.cli.lazy_group import LazyGroup
     cls=LazyGroup,
     commands_at={
         "dst": "lab.dst.command:dst",
+        "trace": "lab.traces.command:trace",
         "chaos": "lab.chaos.command:chaos",
         "bench": "lab.bench.commands:bench",
     },

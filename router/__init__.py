@@ -5,7 +5,11 @@ into the core's events and carries out the core's actions.
 
 __main__.py           `python -m router`
 process.py            builds a listening router from the configuration
-server.py             the parts of one router put together, from its start to its drain
+metric_table.py       the metrics, one record each
+assembly.py           puts the parts of one router together
+records.py            what is written down of requests: metrics, placements, usage
+observer.py           keeps what the driver reports
+server.py             one router from its start through its drain to its end
 listener.py           one way to reach a router: gRPC and a local socket
 core_settings.py      the core's settings, from the configuration
 placement_plugins.py  placement policies of other packages
@@ -25,13 +29,10 @@ partial_choices.py    checks the choices of a request that resumes an answer of 
 convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 rpc/                  what stands in front of every RPC: API keys, limits, access log
-result_recorder.py    the requests whose whole answers matter: for the result cache, and for receipts
-fingerprints.py       what all shards of a model compute with
-receipts/             signed receipts of answers, with which they can be computed again
-result_cache/         answers to deterministic requests, kept for the tenant that has got them
 tenancy/              leases of shared limits, from Redis and the control service
 metering/             usage records of tenants, until the control service has them
-shadow/               a share of a model's answers, compared with a candidate
+overview/             what operators see of a router: shards, requests, samples
+features/             what is off by default: shadow traffic, result cache, receipts, rollouts
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
 usage_records.py      usage records, kept so that tokens lost on the way can be credited

@@ -24,7 +24,7 @@ async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOpt
     server, address, metrics = await open_router(config, catalogue, name, listen_options, trust)
     ready = service.ReadyLine(address, metrics.address, internal_address=server.internal_address)
     # Edges are pinned to CPUs from the first on, routers from the last on.
-    with kept_on_one_cpu(-1 - instance_number(name), wanted=config.router.is_pinned_to_cpu):
+    with kept_on_one_cpu(-1 - instance_number(name), wanted=config.fabric.is_pinned_to_cpu):
         async with following(trust, metrics.until(stop)):
             await server.serve(stop, lambda: service.announce_ready(ready))
 

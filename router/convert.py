@@ -97,6 +97,8 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
     )
     if start.limits is not None:
         fill_limits_state(found.limits, start.limits)
+    if start.safety_rules:
+        found.safety_rules = start.safety_rules
     if start.continuation_ticket:
         found.continuation_ticket = start.continuation_ticket
     return found
@@ -241,6 +243,9 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
         num_own_decode_context_tokens=load.num_own_decode_context_tokens,
+        num_prompt_tokens=load.num_prompt_tokens,
+        num_cached_tokens=load.num_cached_tokens,
+        num_output_tokens=load.num_output_tokens,
     )
 
 
@@ -309,7 +314,16 @@ def _choice_to_proto(choice: ChoiceSpec) -> generation_pb2.Choice:
 def verdict_from_proto(verdict: safety_service_pb2.PromptVerdict) -> PromptVerdict:
     """Everything but an explicit ALLOW blocks the prompt."""
     allowed = verdict.decision == safety_service_pb2.DECISION_ALLOW
-    return PromptVerdict(verdict.check_id, allowed, verdict.finding.message, verdict.finding.rule_failed)
+    found, rules = verdict.finding, tuple(verdict.rules)
+    return PromptVerdict(
+        verdict.check_id,
+        allowed,
+        found.message,
+        found.rule_failed,
+        found.fails_closed,
+        rules,
+        verdict.unknown_guardrail,
+    )
 
 
 def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersScreened:
@@ -317,8 +331,9 @@ def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersS
         slots=response.slots[:],
         num_clear_chars=response.num_clear_chars[:],
         halts=[
-            AnswerHalt(halt.slot, halt.num_clear_chars, halt.finding.message, halt.finding.rule_failed)
+            AnswerHalt(halt.slot, halt.num_clear_chars, found.message, found.rule_failed, found.fails_closed)
             for halt in response.halts
+            for found in (halt.finding,)
         ],
         closed_slots=response.closed_slots[:],
     )

@@ -241,6 +241,7 @@ class CoreDriver:
         self._report_end = observer.request_ended
         self._taps: tuple[AnswerObserver, ...] = ()
         self._keeper: AnswerSink | None = None
+        self._fleet_hooks: list[Callable[[], None]] = [observer.fleet_changed]
         self._intercepted: frozenset[type] = frozenset({RequestArrived})
         """The events that do not go straight to the core."""
 
@@ -265,6 +266,10 @@ class CoreDriver:
         self._carry_out[PlacementDecided] = self._observer.placement_decided if is_off else self._on_tapped_placement
         self._report_end = self._observer.request_ended if is_off else self._report_tapped_end
 
+    def on_fleet_change(self, hook: Callable[[], None]) -> None:
+        """`hook` is called when shards, the safety service or draining changed, after the observer."""
+        self._fleet_hooks.append(hook)
+
     def now(self) -> float:
         """Returns the time of the core's clock, in monotonic seconds."""
         return self._loop.time()
@@ -286,7 +291,7 @@ class CoreDriver:
 
     def set_safety(self, peer: SafetySink | None) -> None:
         self._safety = peer
-        self._observer.fleet_changed()
+        self._call_fleet_hooks()
 
     def set_limits(self, desk: LimitsSink) -> None:
         """Without it, the core must have no limiter."""
@@ -450,7 +455,11 @@ class CoreDriver:
     def _on_fleet_changed(self, action: FleetChanged) -> None:
         for client in list(self._clients.values()):
             client.send_fleet(action)
-        self._observer.fleet_changed()
+        self._call_fleet_hooks()
+
+    def _call_fleet_hooks(self) -> None:
+        for hook in self._fleet_hooks:
+            hook()
 
     def _arm_timer(self) -> None:
         """Schedules a tick for the core's next deadline. A timer that is earlier than that is kept, because one tick

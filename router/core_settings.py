@@ -7,11 +7,18 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvloom.v1.generation_pb2 import SamplingParams
-from kvloom_common.config import KvloomConfig, PriorityClassConfig
+from kvloom_common.config import KvloomConfig, PriorityClassConfig, with_constants
 from router.core.core import CoreConfig
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
+from router.core.rule_settings import (
+    BrownoutSettings,
+    DisaggregationSettings,
+    FairnessSettings,
+    HealthSettings,
+    OverloadSettings,
+)
 from router.placement_plugins import guarded_policy
 
 
@@ -44,23 +51,21 @@ def core_config(config: KvloomConfig) -> CoreConfig:
     return CoreConfig(
         max_queued_requests=router.max_queued_requests,
         max_queue_seconds=router.max_queue_seconds,
-        request_timeout_seconds=router.request_timeout_seconds,
+        request_timeout_seconds=config.fabric.request_timeout_seconds,
         max_attempts=router.max_attempts,
         policy=router.placement.policy,
         plugin_policy=guarded_policy(router.placement.policy),
         prefill_chunks=PrefillChunkSettings() if router.placement.prefill_chunks else None,
-        disaggregation=router.disaggregation,
+        disaggregation=with_constants(router.disaggregation, DisaggregationSettings),
         handoffs=HandoffAbilities(can_hand_over=_can_hand_over, wants_logprobs=_wants_logprobs),
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         safety_patience_seconds=config.safety.patience_seconds,
         decision_sample_share=router.decision_log.sample_share,
         meters_usage=config.control.enabled,
-        health=router.health if router.health.enabled else None,
-        overload=router.overload,
-        brownout=router.brownout if router.brownout.enabled else None,
-        fairness=router.fairness if router.fairness.enabled else None,
+        health=with_constants(router.health, HealthSettings) if router.health.enabled else None,
+        overload=with_constants(router.overload, OverloadSettings),
+        brownout=with_constants(router.brownout, BrownoutSettings) if router.brownout.enabled else None,
+        fairness=with_constants(router.fairness, FairnessSettings) if router.fairness.enabled else None,
         classes=tuple(declared_classes(router.classes).values()),
-        prompt_token_weight=router.fairness.prompt_token_weight,
-        output_token_weight=router.fairness.output_token_weight,
     )

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 
 from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
+from kvloom.v1.overview_pb2_grpc import add_OverviewServiceServicer_to_server
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
 from kvloom_common.models.card_service import ModelCardServicer
@@ -16,6 +17,7 @@ from kvloom_common.process import service
 from kvloom_common.transport.checked_server import CheckedServer, MayCall
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
+from router.overview.servicer import OverviewServicer
 from router.router_servicer import RouterServicer
 
 MAX_CONCURRENT_RPCS: Final = 16_384
@@ -28,6 +30,7 @@ class RouterListener:
         self,
         servicer: RouterServicer,
         cards: ModelCardServicer,
+        overview: OverviewServicer,
         options: Sequence[tuple[str, Any]],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         may_call: MayCall | None = None,
@@ -38,6 +41,7 @@ class RouterListener:
             interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
         )
         add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server, may_call))
+        add_OverviewServiceServicer_to_server(overview, CheckedServer(self.server, may_call))
         add_ModelCardServiceServicer_to_server(cards, CheckedServer(self.server, may_call))
         self.address = ""
         """The latest that was bound."""

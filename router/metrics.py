@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.metrics_core import Metric
 
 from kvloom.errors import KvloomError, reason_name
-from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FinishReason
-from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
+from kvloom_common.metrics.buckets import LATENCY_SECONDS
 from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
-from kvloom_common.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
+from kvloom_common.metrics.series import CounterSeries
+from kvloom_common.metrics.table import CollectorOf, GaugeRecord
 from kvloom_common.process.request_context import request_fields
+from router import metric_table as table
 from router.caller_scope import shown_id
 from router.core.actions import (
+    PlacementDecided,
     PrefillLegCounted,
     RequestDegraded,
     RequestEnded,
@@ -30,20 +34,10 @@ from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.objectives import ObjectivesOutcome
 from router.core.request_end import NO_MOVES, end_of
+from router.decisions.responses import regret_of
 from router.usage_records import Credit
 
 log = structlog.get_logger()
-
-
-GAUGES: Final = {
-    "requests_live": "Requests that have been admitted and have not ended yet. Unit: requests.",
-    "requests_queued": "Requests that wait in the router for a shard now. Unit: requests.",
-    "clients_connected": "Edges and gRPC clients with open calls now. Unit: clients.",
-    "safety_connected": "Whether the safety service can be reached now. Unit: 1 for yes, 0 for no.",
-    "decisions_remembered": "Requests whose placement `kvloom explain` can explain now. Unit: requests.",
-    "draining": "Whether the router drains, that is, takes no new requests. Unit: 1 for yes, 0 for no.",
-}
-"""The meanings of the gauges, by name without `kvloom_router_`."""
 
 
 JUDGED_PART: Final = 32
@@ -51,21 +45,33 @@ JUDGED_PART: Final = 32
 
 
 class _ModelSeries:
-    """The series of one model. They are looked up once because a lookup by labels costs more than counting."""
+    """The series of one model and class, looked up once: a lookup by labels costs more than counting."""
 
-    __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
+    __slots__ = (
+        "attempts",
+        "cached_input",
+        "duration",
+        "ended",
+        "input",
+        "output",
+        "prefill",
+        "queue_time",
+        "tpot",
+        "ttft",
+    )
 
-    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+    def __init__(self, metrics: RouterMetrics, model: str, class_name: str) -> None:
         self.ended: dict[tuple[int, int], tuple[CounterSeries, str, str, str]] = {}
         """(finish reason, error reason) -> see RouterMetrics._outcome."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
         self.cached_input = metrics.cached_tokens.labels(model)
         self.output = metrics.tokens.labels(model, "output")
-        self.duration = metrics.duration.labels(model)
-        self.queue_time = metrics.queue_time.labels(model)
-        self.ttft = metrics.ttft.labels(model)
-        self.tpot = metrics.tpot.labels(model)
+        self.duration = metrics.duration.labels(model, class_name)
+        self.queue_time = metrics.queue_time.labels(model, class_name)
+        self.prefill = metrics.prefill.labels(model, class_name)
+        self.ttft = metrics.ttft.labels(model, class_name)
+        self.tpot = metrics.tpot.labels(model, class_name)
 
 
 class RouterMetrics:
@@ -82,160 +88,50 @@ class RouterMetrics:
         self._shards = shards
         self._model_names: set[str] = set()
         self._model_labels = LabelValues()
-        self._series_by_model: dict[str, _ModelSeries] = {}
+        self._series_by_model: dict[tuple[str, str], _ModelSeries] = {}
         self._registry = registry
-        self._requests = CounterFamily(
-            "kvloom_router_requests",
-            "Requests that were admitted and have ended, by how and why. Unit: requests.",
-            ("model", "outcome", "error_type"),
-            registry,
-        )
-        self._refused = Counter(
-            "kvloom_router_requests_invalid",
-            "Requests that were refused before they were admitted, by reason. Unit: requests.",
-            ("error_type",),
-            registry=registry,
-        )
-        self.tokens = CounterFamily(
-            "kvloom_router_tokens",
-            "Tokens of requests that ended: of their prompts (input), and delivered ones (output). Unit: tokens.",
-            ("model", "token_type"),
-            registry,
-        )
-        self.cached_tokens = CounterFamily(
-            "kvloom_router_cached_input_tokens",
-            "Prompt tokens of requests that ended, which a shard found in its cache. Unit: tokens.",
-            ("model",),
-            registry,
-        )
-        self._tokens_credited = Counter(
-            "kvloom_router_tokens_credited",
-            "Output tokens of requests that ended, which were lost with the connection to their client. Unit: tokens.",
-            ("model",),
-            registry=registry,
-        )
-        self.attempts = CounterFamily(
-            "kvloom_router_attempts",
-            "Dispatches to shards, counted when their request ends. Unit: attempts.",
-            ("model",),
-            registry,
-        )
-        self._trips = Counter(
-            "kvloom_router_shard_trips",
-            "Suspicions of shards, by symptom. Unit: suspicions.",
-            ("symptom",),
-            registry=registry,
-        )
-        self._moved = Counter(
-            "kvloom_router_requests_moved",
-            "Requests taken off a shard that was suspected, handed over its work or had notice that it ends. Unit: "
-            "requests.",
-            ("reason",),
-            registry=registry,
-        )
-        self._preempted = Counter(
-            "kvloom_router_sequences_preempted",
-            "Running sequences of tenants above their share that had to wait so that other tenants were served. Unit: "
-            "sequences.",
-            registry=registry,
-        )
-        self._failed_over = Counter(
-            "kvloom_router_sequences_failed_over",
-            "Sequences that continued after their shard or its engine had failed, counted when their request ends. "
-            "Unit: sequences.",
-            registry=registry,
-        )
+        self._requests = table.REQUESTS.family(registry)
+        self._refused = table.REQUESTS_INVALID.family(registry)
+        self.tokens = table.TOKENS.family(registry)
+        self.cached_tokens = table.CACHED_INPUT_TOKENS.family(registry)
+        self._tokens_credited = table.TOKENS_CREDITED.family(registry)
+        self.attempts = table.ATTEMPTS.family(registry)
+        self._trips = table.SHARD_TRIPS.family(registry)
+        self._moved = table.REQUESTS_MOVED.family(registry)
+        self._preempted = table.SEQUENCES_PREEMPTED.series(registry)
+        self._failed_over = table.SEQUENCES_FAILED_OVER.series(registry)
         self._num_unjudged = JUDGED_PART
         """Requests that ended since the last one whose prediction was judged; the first one is."""
-        self._prediction_error = HistogramFamily(
-            "kvloom_router_prediction_error_seconds",
-            "How far off the prediction was that placed a request, for one in "
-            f"{JUDGED_PART} requests: by what was predicted, and whether it came early or late. Unit: seconds.",
-            ("model", "term", "direction"),
-            LATENCY_SECONDS,
-            registry,
-        )
-        self._unserved = CounterFamily(
-            "kvloom_router_requests_unserved",
-            "Requests that ended with an error before they were sent to a shard: rejected (never admitted), or evicted "
-            "from the queue. Unit: requests.",
-            ("model", "end"),
-            registry,
-        )
-        self._disrupted = CounterFamily(
-            "kvloom_router_requests_disrupted",
-            "Requests that ended and were rejected or evicted, with the error, or had been preempted, migrated or "
-            "failed over at least once. Unit: requests.",
-            ("priority_class", "disruption", "error_type"),
-            registry,
-        )
-        self._objectives = CounterFamily(
-            "kvloom_router_objectives",
-            "Objectives of requests that ended, by what they limit (deadline, ttft, tpot) and whether they were met or "
-            "missed. Unit: objectives.",
-            ("kind", "priority_class", "outcome"),
-            registry,
-        )
-        self._impossible = CounterFamily(
-            "kvloom_router_objectives_impossible",
-            "Requests that were refused on arrival because their objectives could not be met: because of the load, or "
-            "because of the speed of even an idle shard. Unit: requests.",
-            ("cause", "priority_class"),
-            registry,
-        )
-        self._legs_begun = Counter(
-            "kvloom_router_prefill_legs_begun",
-            "Prompts that were sent to a prefill shard for an answer of another shard. Unit: legs.",
-            ("model",),
-            registry=registry,
-        )
-        self._legs_ended = Counter(
-            "kvloom_router_prefill_legs_ended",
-            "Such prompts by outcome: used, when the answer was sent to its shard with the KV, or why the KV was lost. "
-            "Unit: legs.",
-            ("model", "outcome"),
-            registry=registry,
-        )
-        self._answers_inexact = Counter(
-            "kvloom_router_answers_inexact",
-            "Answers that continued on a shard of another variant, or whose engine does not repeat its results, so "
-            "that their tokens may differ. Unit: answers.",
-            registry=registry,
-        )
-        self._degraded = Counter(
-            "kvloom_router_brownout_requests",
-            "Requests on which the brownout ladder had this effect when they arrived. Unit: requests.",
-            ("model", "effect"),
-            registry=registry,
-        )
-        self._decisions_dropped = Counter(
-            "kvloom_router_decisions_dropped",
-            "Placements that are missing from the decision log's file. Unit: placements.",
-            registry=registry,
-        )
-        self.duration = self._histogram(
-            "request_duration",
-            "From a request's arrival at the router to its end, observed at its end.",
-            LATENCY_SECONDS,
-        )
-        self.ttft = self._histogram(
-            "time_to_first_token",
-            "From a request's arrival at the router to its first token, observed at its end.",
-            LATENCY_SECONDS,
-        )
-        self.tpot = self._histogram(
-            "time_per_output_token",
-            "Mean time between the tokens of a request after the first, observed once a request, at its end.",
-            TOKEN_SECONDS,
-        )
-        self.queue_time = self._histogram(
-            "queue_time",
-            "From a request's arrival at the router to its first dispatch, observed at its end.",
-            LATENCY_SECONDS,
-        )
+        self._prediction_error = table.PREDICTION_ERROR_SECONDS.family(registry)
+        self._unserved = table.REQUESTS_UNSERVED.family(registry)
+        self._disrupted = table.REQUESTS_DISRUPTED.family(registry)
+        self._objectives = table.OBJECTIVES.family(registry)
+        self._impossible = table.OBJECTIVES_IMPOSSIBLE.family(registry)
+        self._legs_begun = table.PREFILL_LEGS_BEGUN.family(registry)
+        self._legs_ended = table.PREFILL_LEGS_ENDED.family(registry)
+        self._answers_inexact = table.ANSWERS_INEXACT.series(registry)
+        self._degraded = table.BROWNOUT_REQUESTS.family(registry)
+        self._decisions_dropped = table.DECISIONS_DROPPED.series(registry)
+        self.duration = table.REQUEST_DURATION_SECONDS.family(registry)
+        self.ttft = table.TIME_TO_FIRST_TOKEN_SECONDS.family(registry)
+        self.tpot = table.TIME_PER_OUTPUT_TOKEN_SECONDS.family(registry)
+        self.queue_time = table.QUEUE_TIME_SECONDS.family(registry)
+        self.prefill = table.PREFILL_SECONDS.family(registry)
+        self._num_unregretted = JUDGED_PART
+        """Placements since the last one whose regret was observed; the first one is."""
+        self._regret = table.PLACEMENT_REGRET_SECONDS.family(registry)
+
+    def placement_decided(self, decision: PlacementDecided) -> None:
+        self._num_unregretted += 1
+        if self._num_unregretted < JUDGED_PART:
+            return
+        self._num_unregretted = 0
+        regret = regret_of(decision.plan)
+        if regret is not None and math.isfinite(regret.ttft_seconds):
+            self._regret.labels(self._model_label(decision.request.model)).observe(regret.ttft_seconds)
 
     def request_ended(self, ended: RequestEnded) -> None:
-        series = self._series(ended.model)
+        series = self._series(ended.model, ended.priority_class.name)
         outcomes = series.ended
         counted = outcomes.get((ended.reason, ended.error_reason))
         if counted is None:
@@ -255,6 +151,10 @@ class RouterMetrics:
             self._disrupted.labels(ended.priority_class.name, end, error_type).total += 1
         if ended.ttft_seconds is not None:
             series.ttft.observe(ended.ttft_seconds)
+            prediction = ended.prediction
+            if prediction is not None and prediction.engine_queue_seconds is not None:
+                waited = ended.queue_time_seconds + prediction.engine_queue_seconds
+                series.prefill.observe((prediction.started_after_seconds or waited) - waited)
             if ended.num_output_tokens > 1:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
                 series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
@@ -330,27 +230,32 @@ class RouterMetrics:
     def decisions_dropped(self, count: int) -> None:
         self._decisions_dropped.inc(count)
 
-    def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
-        """Exports these gauges (by name) and the fleet's state at every scrape."""
-        self._registry.register(_FleetCollector(gauges, self._models, self._shards, self._model_label))
+    def ended_counts(self) -> tuple[int, int, list[int]]:
+        """Counts of all models together: requests that ended, those with an error, and the buckets of their TTFT."""
+        series = list({id(one): one for one in self._series_by_model.values()}.values())
+        # Classes of a model share the series of an outcome.
+        ended = {id(counted[0]): counted for one in series for counted in one.ended.values()}.values()
+        num_ended = int(sum(count.total for count, *_ in ended))
+        num_failed = int(sum(count.total for count, _, error_type, _ in ended if error_type))
+        ttft = [sum(counts) for counts in zip(*(one.ttft.counts for one in series), strict=True)]
+        return num_ended, num_failed, ttft or [0] * (len(LATENCY_SECONDS) + 1)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> HistogramFamily:
-        return HistogramFamily(
-            f"kvloom_router_{name}_seconds", f"{about} Unit: seconds.", ("model",), buckets, self._registry
-        )
+    def watch(self, gauges: Callable[[], Mapping[GaugeRecord, float]]) -> None:
+        """Shows these gauges, and the fleet, whenever the metrics are scraped."""
+        CollectorOf(self._registry, lambda: self._of_fleet(gauges()))
 
-    def _series(self, model: str) -> _ModelSeries:
-        series = self._series_by_model.get(model)
+    def _series(self, model: str, class_name: str) -> _ModelSeries:
+        series = self._series_by_model.get((model, class_name))
         if series is None:
-            label = self._model_label(model)
-            series = self._series_by_model.get(label)
+            labels = self._model_label(model), class_name  # classes are those of the configuration
+            series = self._series_by_model.get(labels)
             if series is None:
-                series = self._series_by_model[label] = _ModelSeries(self, label)
+                series = self._series_by_model[labels] = _ModelSeries(self, *labels)
         return series
 
     def _outcome(self, ended: RequestEnded) -> tuple[CounterSeries, str, str, str]:
         """(series, outcome, error type, end), the end being that of a request that was sent to a shard."""
-        outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
+        outcome = FINISH_REASON_NAMES[ended.reason]
         error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
         series = self._requests.labels(self._model_label(ended.model), outcome, error_type)
         return series, outcome, error_type, end_of(ended.reason, is_admitted=True, was_sent=True).value
@@ -361,58 +266,24 @@ class RouterMetrics:
             self._model_names.update(state.name for state in self._models())
         return self._model_labels.fold(model) if model in self._model_names else OTHER
 
-
-class _FleetCollector(Collector):
-    def __init__(
-        self,
-        gauges: Callable[[], dict[str, float]],
-        models: Callable[[], Iterable[ModelState]],
-        shards: Callable[[], Iterable[ShardState]],
-        model_label: Callable[[str], str],
-    ) -> None:
-        self._gauges = gauges
-        self._models = models
-        self._shards = shards
-        self._model_label = model_label
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"kvloom_router_{name}", GAUGES[name], value=value)
-        ready = GaugeMetricFamily(
-            "kvloom_router_shards_ready", "Shards that take requests now. Unit: shards.", labels=["model"]
-        )
-        num_ready: dict[str, int] = {}
-        steps: dict[str, int] = {}
+    def _of_fleet(self, gauges: Mapping[GaugeRecord, float]) -> Iterator[Metric]:
+        for record, value in gauges.items():
+            yield record.collected(value)
+        num_ready: dict[tuple[str, ...], float] = {}
+        steps: dict[tuple[str, ...], float] = {}
         for model in self._models():
-            label = self._model_label(model.name)
+            label = (self._model_label(model.name),)
             num_ready[label] = num_ready.get(label, 0) + model.num_ready_shards
             steps[label] = max(steps.get(label, 0), model.brownout_step)
-        for label, count in num_ready.items():
-            ready.add_metric([label], count)
-        yield ready
-        brownout = GaugeMetricFamily(
-            "kvloom_router_brownout_step",
-            "The step of the brownout ladder on which the model is now, 0 for none; the highest of the models that are "
-            "counted together as other. Unit: steps.",
-            labels=["model"],
-        )
-        for label, step in steps.items():
-            brownout.add_metric([label], step)
-        yield brownout
-        health = GaugeMetricFamily(
-            "kvloom_router_shard_health",
-            "Shards in this state now, by id; those above the limit are counted together as other. Unit: shards.",
-            labels=["shard_id", "state"],
-        )
-        num_in_state: dict[tuple[str, str], int] = {}
+        yield table.SHARDS_READY.collected(num_ready)
+        yield table.BROWNOUT_STEP.collected(steps)
+        num_in_state: dict[tuple[str, ...], float] = {}
         for number, shard in enumerate(sorted(self._shards(), key=lambda shard: shard.description.shard_id)):
             label = shard.description.shard_id if number < MAX_LABEL_VALUES else OTHER
             for state in HealthState:
                 key = label, state.value
                 num_in_state[key] = num_in_state.get(key, 0) + (shard.health is state)
-        for key, count in num_in_state.items():
-            health.add_metric(key, count)
-        yield health
+        yield table.SHARD_HEALTH.collected(num_in_state)
 
 
 def _log_end(logger: Any, ended: RequestEnded, outcome: str, error_type: str, end: str) -> None:

@@ -61,8 +61,7 @@ class PromptChecks:
                 f"{field} holds {max(token_ids)}, but ids of this model are below {model.tokenizer.vocab_size}.", field
             )
 
-    def check_text(self, text: str, field: str) -> None:
-        num_chars = len(text)
+    def check_num_chars(self, num_chars: int, field: str) -> None:
         if num_chars > self._max_chars_now:
             limit = self.max_prompt_tokens * MAX_CHARS_PER_TOKEN
             if num_chars <= limit:

@@ -34,6 +34,8 @@ from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
 from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
 
 NO_SALTS: Final = CacheSalts(b"")
+MAX_GUARDRAILS: Final = 32
+MAX_SAFETY_IDENTIFIER_CHARS: Final = 128
 NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}
 _BUILT_IN: Final = {one.name: one for one in CLASS_OF_TIER.values()}
 _TIERS: Final[Mapping[int, TierRank]] = {
@@ -128,6 +130,8 @@ class RequestBuilder:
         if scope is not TRUSTED:
             request = self._from_outside(request, submit, wanted, model, num_choices)
         changes: dict[str, Any] = {}
+        if wanted.guardrails or wanted.safety_identifier:
+            changes.update(_safety(wanted))
         for extra in self._extras:
             changes.update(extra(request, submit, wanted, model))
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
@@ -244,6 +248,18 @@ def _usage(request: Request, submit: Submit, _wanted: GenerateRequest, model: Se
     return changes
 
 
+def _safety(wanted: GenerateRequest) -> Mapping[str, Any]:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    names = wanted.guardrails
+    if len(wanted.safety_identifier) > MAX_SAFETY_IDENTIFIER_CHARS:
+        message = f"safety_identifier has at most {MAX_SAFETY_IDENTIFIER_CHARS} characters."
+        raise invalid_argument(message, "safety_identifier")
+    if len(names) > MAX_GUARDRAILS or any(not 0 < len(name) <= MAX_NAME_CHARS for name in names):
+        message = f"guardrails has at most {MAX_GUARDRAILS} names of 1 to {MAX_NAME_CHARS} characters."
+        raise invalid_argument(message, "guardrails")
+    return {"guardrails": tuple(dict.fromkeys(names)), "safety_identifier": wanted.safety_identifier}
+
+
 def _kept(
     caches_results: bool,
     gives_receipts: bool,
@@ -256,7 +272,9 @@ def _kept(
     if request.has_output:
         return {}
     return {
-        "is_cacheable": caches_results and not wanted.no_result_cache and _is_deterministic(wanted, request, model),
+        "is_cacheable": caches_results
+        and not (wanted.no_result_cache or wanted.guardrails)
+        and _is_deterministic(wanted, request, model),
         "wants_receipt": gives_receipts and wanted.receipt,
     }
 

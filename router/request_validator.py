@@ -24,7 +24,7 @@ from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import fit_to_parser, prompted
-from kvloom_common.conversation.prompt import conversation_prompt, screened_text
+from kvloom_common.conversation.prompt import conversation_prompt, num_written_chars
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.kv_share import KvShare
 from kvloom_common.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
@@ -170,7 +170,7 @@ class RequestValidator:
         self._checks.check_tokens(token_ids, model, "prompt_token_ids")
         check_prompt_logprobs(sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
-        self._checks.check_text(text, "prompt_text")
+        self._checks.check_num_chars(len(text), "prompt_text")
         if not text or scope is not TRUSTED:
             # Processes of the fabric send the text of which the tokens are made; that of others could be another one.
             text = self._checks.screened(token_ids, model, name) if self._checks.needs_text() else text
@@ -273,7 +273,7 @@ class RequestValidator:
             case "text":
                 if not wanted.text:
                     raise invalid_argument("text must not be empty.", "text")
-                self._checks.check_text(wanted.text, "text")
+                self._checks.check_num_chars(len(wanted.text), "text")
                 token_ids = await model.tokenizer.encode(
                     wanted.text, scope=cache_salt, add_special_tokens=add_special_tokens
                 )
@@ -291,7 +291,7 @@ class RequestValidator:
             raise invalid_argument(
                 "predicted_text and sampling.predicted_token_ids exclude each other.", "predicted_text"
             )
-        self._checks.check_text(wanted.predicted_text, "predicted_text")
+        self._checks.check_num_chars(len(wanted.predicted_text), "predicted_text")
         token_ids = await model.tokenizer.encode(wanted.predicted_text, scope=cache_salt)
         return token_ids[:MAX_PREDICTED_TOKENS]
 
@@ -324,8 +324,7 @@ class RequestValidator:
         parser."""
         messages = wanted_messages(wanted)
         options = template_options(wanted)
-        text = screened_text(messages, plan.tools)
-        self._checks.check_text(text, MESSAGES)
+        self._checks.check_num_chars(num_written_chars(messages, plan.tools), MESSAGES)
         try:
             token_ids, rendered = await conversation_prompt(
                 model.tokenizer, messages, plan.tools, options, scope=cache_salt
@@ -335,7 +334,7 @@ class RequestValidator:
         self._checks.check_tokens(token_ids, model, MESSAGES)
         parser = prompted(plan.parser, rendered)
         fit_to_parser(sampling, stop, parser, model.tokenizer)
-        return token_ids, text, parser
+        return token_ids, rendered, parser
 
 
 def seed_of(request: Request) -> int:

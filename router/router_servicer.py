@@ -187,8 +187,12 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         return explanation
 
     async def Moderate(self, request: ModerateRequest, context: Context) -> ModerateResponse:
+        scope = self._scopes.of(context)
+        if request.HasField("mask") and scope.caller is not None:
+            message = "Only processes of the fabric may ask what is to be hidden."
+            await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
         try:
-            await self._side_calls.charge(self._scopes.of(context), request.ByteSize() // BYTES_PER_TOKEN)
+            await self._side_calls.charge(scope, request.ByteSize() // BYTES_PER_TOKEN)
             return await self._moderation.moderate(request)
         except KvloomError as error:
             await abort(context, error)

@@ -5,13 +5,20 @@ connection.py        one router's screening stream
 screen.py            judges a whole prompt, or an answer while it streams
 classify.py          names the categories of all rules that a text breaks
 policy.py            loads, validates and compiles the rules of a policy file
+rule_modes.py        which rules hold for a request, and how
 rule_plugins.py      rule kinds of other packages
+pii.py               the rule kind that finds personal data
+masks.py             the placeholders of what rules hide
 policy_file.py       reloads the policy file when it changes
 phrase_scan.py       searches streamed text for the phrases of deny lists
+escaped_scan.py      searches the same in what JSON reads
 pattern_scan.py      searches streamed text for RE2 patterns
 folding.py           maps texts that look the same to the same string
+look_alikes.py       maps texts that look alike, by Unicode's table, to the same string
 prefilter.py         the strings by which routers recognize text that they need not send
 builtin_policy.toml  the policy that is used when none is configured
+guardrails.py        asks services of others about prompts
+audit.py             reports what was found
 metrics.py           the Prometheus metrics
 __main__.py          the command `python -m safety_svc`
 """

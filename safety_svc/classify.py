@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 
-from safety_svc.folding import SPACE, fold
+from kvloom_common.text.json_escapes import ESCAPE, unescaped
+from safety_svc.folding import SPACE
 from safety_svc.phrase_scan import is_whole
-from safety_svc.policy import RuleSet, SafetyPolicy
+from safety_svc.policy import PhraseSet, RuleSet, SafetyPolicy
 from safety_svc.screen import CHARS_PER_SLICE
 
 
 async def broken_categories(policy: SafetyPolicy, text: str) -> set[str]:
     """Search without blocking the event loop for longer than a slice of the text takes. Raises RuleFailedError."""
     rules = policy.any_text
-    found = await _phrase_categories(rules, text) if rules.automaton is not None else set[str]()
+    found: set[str] = set()
+    for phrases in rules.phrase_sets:
+        found |= await _phrase_categories(phrases, text)
+        if ESCAPE in text:
+            found |= await _phrase_categories(phrases, unescaped(text))
     if not rules.patterns:
         return found
     if len(text) <= CHARS_PER_SLICE:
@@ -28,11 +33,11 @@ def _pattern_categories(rules: RuleSet, text: str) -> set[str]:
     return {pattern.rule.category for pattern in rules.patterns if pattern.expression.search(text) is not None}
 
 
-async def _phrase_categories(rules: RuleSet, text: str) -> set[str]:
+async def _phrase_categories(phrases: PhraseSet, text: str) -> set[str]:
     pieces: list[str] = []
     for start in range(0, len(text), CHARS_PER_SLICE):
         after_space = bool(pieces) and pieces[-1].endswith(SPACE)
-        folded, _ = fold(text[start : start + CHARS_PER_SLICE], after_space=after_space)
+        folded, _ = phrases.fold(text[start : start + CHARS_PER_SLICE], after_space=after_space)
         if folded:
             pieces.append(folded)
         if start:
@@ -40,9 +45,9 @@ async def _phrase_categories(rules: RuleSet, text: str) -> set[str]:
     folded = "".join(pieces)
     found: set[str] = set()
     for start in range(0, len(folded), CHARS_PER_SLICE):
-        begin = max(0, start - rules.max_phrase_length)  # a phrase may lie across two slices
-        for end, phrases in rules.automaton.iter(folded, begin, min(len(folded), start + CHARS_PER_SLICE)):
-            for phrase in phrases:
+        begin = max(0, start - phrases.max_length)  # a phrase may lie across two slices
+        for end, ending in phrases.automaton.iter(folded, begin, min(len(folded), start + CHARS_PER_SLICE)):
+            for phrase in ending:
                 first = end + 1 - len(phrase.text)
                 if not phrase.whole_words or is_whole(folded, first, end + 1, is_end=True):
                     found.add(phrase.rule.category)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,6 +15,7 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,
+    AnswerScope,
     ClearedText,
     Finding,
     Halt,
@@ -26,19 +27,41 @@ from kvloom.v1.safety_service_pb2 import (
 )
 from kvloom_common.process.request_context import request_fields
 from kvloom_common.transport.checked_server import malformed_message
+from safety_svc.guardrails import Guardrails
 from safety_svc.metrics import ANSWERS, PROMPTS
-from safety_svc.policy import Hit, Rule, SafetyPolicy
+from safety_svc.policy import Hit, SafetyPolicy, Target
 from safety_svc.policy_file import PolicyFile
 from safety_svc.prefilter import answer_prefilter, prompt_prefilter
+from safety_svc.rule_modes import IN_PROMPTS, Judge, UnknownGuardrailError
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
 
 MAX_OPEN_ANSWERS: Final = 65_536
 MAX_WAITING_LONG_PROMPTS: Final = 64
 """When more long prompts wait, no further frames are read. The router then applies its own limits."""
 
-OnBlock = Callable[[str, Rule, Mapping[str, str]], None]
-"""Called with ("prompt" or "answer", rule, names of the request) for every text that is blocked. The names of an
-answer's request are not known here: they are in the router's line "request ended", with the outcome content_filter."""
+MAX_OUTSIDE: Final = 256
+"""When guardrails judge more prompts of one router, no further frames are read."""
+EXCERPT_CHARS: Final = 80
+"""How much of a prompt the audit log has before a passage, and from its beginning on."""
+
+
+class Found(NamedTuple):
+    """A forbidden text that was found. Of an answer's request only the tenant and its user are known here: its other
+    names are in the router's line "request ended", with the outcome content_filter."""
+
+    target: Target
+    rule: str
+    is_blocked: bool
+    policy: str
+    """The revision of the policy."""
+    names: Mapping[str, str]
+    """Those of the request, for log lines."""
+    tenant: str = ""
+    safety_identifier: str = ""
+    excerpt: str = ""
+
+
+OnFound = Callable[[Found], None]
 
 Context = grpc.aio.ServicerContext[ScreenRequest, ScreenResponse]
 
@@ -46,12 +69,18 @@ Context = grpc.aio.ServicerContext[ScreenRequest, ScreenResponse]
 class ScreenConnection:
     """One screening stream. Each answer is screened to its end with the policy that was current when it began."""
 
-    def __init__(self, policy_file: PolicyFile, context: Context, on_block: OnBlock) -> None:
+    def __init__(self, policy_file: PolicyFile, context: Context, on_found: OnFound, guardrails: Guardrails) -> None:
         self._policy_file = policy_file
         self._context = context
-        self._on_block = on_block
+        self._on_found = on_found
+        self._guardrails = guardrails
+        self._outside: set[asyncio.Task[None]] = set()
+        """Prompts that guardrails judge."""
+        self._room_outside = asyncio.Semaphore(MAX_OUTSIDE)
         self._answers: dict[int, AnswerScreener | None] = {}
         """By slot. None marks a halted answer: its further text is dropped until the router closes the slot."""
+        self._scopes: dict[int, AnswerScope] = {}
+        """By slot, whose answers they are, where that matters."""
         self._long_prompts: asyncio.Queue[PromptCheck] = asyncio.Queue(MAX_WAITING_LONG_PROMPTS)
         self._write_lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -78,6 +107,9 @@ class ScreenConnection:
                 for task in tasks:
                     task.cancel()
         finally:
+            for task in self._outside:
+                task.cancel()
+            await asyncio.gather(*self._outside, return_exceptions=True)
             self._policy_file.unlisten(on_change)
         if violation is not None:
             await abort(self._context, violation)
@@ -100,11 +132,17 @@ class ScreenConnection:
         if frame.prompts:
             PROMPTS.inc(len(frame.prompts))
         for check in frame.prompts:
-            if is_long(check.text):
+            if self._policy_file.current.guardrails:
+                await self._begin_outside(check)
+            elif is_long(check.text):
                 await self._long_prompts.put(check)
             else:
-                hit = check_prompt(self._policy_file.current.prompt, check.text)
-                response.prompts.append(self._verdict(check, hit))
+                policy = self._policy_file.current
+                judge = prompt_judge(policy, check.tenant, check.guardrails)
+                hit = check_prompt(policy.prompt, check.text, judge)
+                response.prompts.append(self._verdict(policy, check, hit, judge))
+        for scope in frame.scopes:
+            self._scopes[scope.slot] = scope
         for cleared in frame.cleared_texts:
             self._skip(cleared)
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
@@ -112,6 +150,7 @@ class ScreenConnection:
             if screener is None:
                 continue
             screener.push(delta)
+            self._note_flagged(slot, screener)
             if screener.hit is not None:
                 response.halts.append(self._halt(slot, screener, screener.hit))
             else:
@@ -121,9 +160,11 @@ class ScreenConnection:
             screener = self._answers.pop(slot, None)
             if screener is not None:
                 screener.close()
+                self._note_flagged(slot, screener)
                 if screener.hit is not None:
                     response.halts.append(self._halt(slot, screener, screener.hit))
                     del self._answers[slot]
+            self._scopes.pop(slot, None)
             response.closed_slots.append(slot)
         if response.ByteSize():
             await self._write(response)
@@ -132,8 +173,30 @@ class ScreenConnection:
         """Check long prompts one at a time and concurrently with answers, so that they do not delay any tokens."""
         while True:
             check = await self._long_prompts.get()
-            hit = await check_long_prompt(self._policy_file.current.prompt, check.text)
-            await self._write(ScreenResponse(prompts=[self._verdict(check, hit)]))
+            policy = self._policy_file.current
+            judge = prompt_judge(policy, check.tenant, check.guardrails)
+            hit = await check_long_prompt(policy.prompt, check.text, judge)
+            await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
+
+    async def _begin_outside(self, check: PromptCheck) -> None:
+        await self._room_outside.acquire()
+        task = asyncio.create_task(self._check_outside(check), name="guardrails")
+        self._outside.add(task)
+        task.add_done_callback(self._outside.discard)
+
+    async def _check_outside(self, check: PromptCheck) -> None:
+        """Check a prompt by the rules, and then by guardrails. A stream that breaks meanwhile takes no verdict."""
+        try:
+            policy = self._policy_file.current
+            judge = prompt_judge(policy, check.tenant, check.guardrails)
+            hit = await check_long_prompt(policy.prompt, check.text, judge)
+            if hit is None:
+                names = {"tenant": check.tenant, "request_id": check.request_id}
+                hit = await self._guardrails.judge(policy, check.text, judge, names)
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
+        finally:
+            self._room_outside.release()
 
     def _skip(self, cleared: ClearedText) -> None:
         screener = self._screener(cleared.slot)
@@ -149,23 +212,47 @@ class ScreenConnection:
         if len(self._answers) >= MAX_OPEN_ANSWERS:
             raise protocol_violation("Too many answers are open on this stream.")
         ANSWERS.inc()
-        screener = self._answers[slot] = AnswerScreener(self._policy_file.current.answer)
+        policy, owner = self._policy_file.current, self._scopes.get(slot)
+        scope = policy.scopes.default if owner is None else policy.scopes.of(owner.tenant, owner.guardrails)
+        screener = self._answers[slot] = AnswerScreener(policy.answer, policy.watched_answer, scope)
         return screener
+
+    def _note_flagged(self, slot: int, screener: AnswerScreener) -> None:
+        for name in screener.new_flags():
+            self._found_in_answer(slot, name, is_blocked=False)
+
+    def _found_in_answer(self, slot: int, rule: str, *, is_blocked: bool) -> None:
+        policy, owner = self._policy_file.current.revision, self._scopes.get(slot)
+        if owner is None:
+            self._on_found(Found("answer", rule, is_blocked, policy, {}))
+        else:
+            names = request_fields(tenant=owner.tenant)
+            self._on_found(Found("answer", rule, is_blocked, policy, names, owner.tenant, owner.safety_identifier))
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
         if not hit.is_failure:
-            self._on_block("answer", hit.rule, {})
+            self._found_in_answer(slot, hit.rule.name, is_blocked=True)
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
 
-    def _verdict(self, check: PromptCheck, hit: Hit | None) -> PromptVerdict:
-        if hit is None:
-            return PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW)
-        if hit.is_failure:
-            return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit))
+    def _verdict(self, policy: SafetyPolicy, check: PromptCheck, hit: Hit | None, judge: Judge) -> PromptVerdict:
+        verdict = PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW if hit is None else DECISION_BLOCK)
+        if check.guardrails:
+            try:
+                policy.scopes.check(check.tenant, check.guardrails)
+            except UnknownGuardrailError as error:
+                verdict.decision, verdict.unknown_guardrail = DECISION_BLOCK, str(error)
+                return verdict
+            verdict.rules.extend(policy.scopes.of(check.tenant, check.guardrails).names)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
-        self._on_block("prompt", hit.rule, names)
-        return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit))
+        subject = policy.revision, names, check.tenant, check.safety_identifier
+        for name in judge.flagged:
+            self._on_found(Found("prompt", name, False, *subject))
+        if hit is not None:
+            verdict.finding.CopyFrom(finding(hit))
+            if not hit.is_failure:
+                self._on_found(Found("prompt", hit.rule.name, True, *subject, excerpt_of(check.text, hit)))
+        return verdict
 
     async def _announce_changes(self) -> None:
         while True:
@@ -180,14 +267,25 @@ class ScreenConnection:
 
 def finding(hit: Hit) -> Finding:
     message = "" if hit.is_failure else hit.rule.message
-    return Finding(rule=hit.rule.name, message=message, rule_failed=hit.is_failure)
+    fails_closed = hit.is_failure and hit.rule.on_failure == "refuse"
+    return Finding(rule=hit.rule.name, message=message, rule_failed=hit.is_failure, fails_closed=fails_closed)
+
+
+def excerpt_of(text: str, hit: Hit) -> str:
+    """The passage that was found in a prompt, with the text around it."""
+    return text[max(0, hit.start - EXCERPT_CHARS) : hit.start + EXCERPT_CHARS]
+
+
+def prompt_judge(policy: SafetyPolicy, tenant: str, guardrails: Sequence[str]) -> Judge:
+    """Make the judge of a prompt."""
+    return Judge(policy.scopes.of(tenant, guardrails), IN_PROMPTS, {})
 
 
 def policy_state(policy: SafetyPolicy) -> PolicyState:
     return PolicyState(
         revision=policy.revision,
-        screens_prompts=bool(policy.prompt),
-        screens_answers=bool(policy.answer),
-        answer_prefilter=answer_prefilter(policy.answer),
-        prompt_prefilter=prompt_prefilter(policy.prompt),
+        screens_prompts=bool(policy.prompt or policy.guardrails),
+        screens_answers=bool(policy.answer or policy.watched_answer),
+        answer_prefilter=answer_prefilter(policy.answer, policy.watched_answer),
+        prompt_prefilter=None if policy.guardrails else prompt_prefilter(policy.prompt),
     )

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 SPACE: Final = " "
 _PLAIN: Final = re.compile(r"(?: ?[!-~])*")
@@ -34,16 +34,19 @@ def fold_character(character: str) -> str:
     return "".join(SPACE if c.isspace() else c for c in folded)
 
 
-def fold(text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
+def fold(
+    text: str, *, after_space: bool = False, of_character: Callable[[str], str] = fold_character
+) -> tuple[str, Sequence[int]]:
     """Return the folded text and, for each of its characters, the offset in `text` from which it came.
 
     `after_space` means that the folded text before this one ended with a space: leading white space then adds nothing.
+    `of_character` folds one character.
     """
-    if _PLAIN.fullmatch(text) and not (after_space and text.startswith(SPACE)):
+    if of_character is fold_character and _PLAIN.fullmatch(text) and not (after_space and text.startswith(SPACE)):
         return text.lower(), range(len(text))
     folded: list[str] = []
     offsets: list[int] = []
-    for offset, pieces in enumerate(map(fold_character, text)):
+    for offset, pieces in enumerate(map(of_character, text)):
         for c in pieces:
             if c == SPACE:
                 if after_space:
@@ -54,6 +57,14 @@ def fold(text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
             folded.append(c)
             offsets.append(offset)
     return "".join(folded), offsets
+
+
+class Fold(Protocol):
+    """A way of folding."""
+
+    def __call__(self, text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
+        """Return what `fold` returns."""
+        ...
 
 
 def is_word(character: str) -> bool:

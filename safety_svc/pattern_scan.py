@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from safety_svc.policy import Hit, RuleSet, worst
+from safety_svc.rule_modes import Judge
 from safety_svc.rule_plugins import RuleFailedError
 
 
@@ -15,11 +16,12 @@ class PatternScan:
     max_length.
     """
 
-    __slots__ = ("_rules", "_start", "_text", "_total", "num_clear")
+    __slots__ = ("_judge", "_rules", "_start", "_text", "_total", "num_clear")
 
-    def __init__(self, rules: RuleSet) -> None:
-        """`rules` must have patterns."""
+    def __init__(self, rules: RuleSet, judge: Judge | None = None) -> None:
+        """`rules` must have patterns. `judge` says which count; None: all."""
         self._rules = rules
+        self._judge = judge
         self._text = ""
         self._start = 0
         """The offset at which the withheld text begins in the kept text: 0 or 1."""
@@ -58,6 +60,7 @@ class PatternScan:
     def _find(self, *, is_end: bool) -> Hit | None:
         text, end, base = self._text, len(self._text), self._total - len(self._text)
         hits: list[Hit] = []
+        judge = self._judge
         has_prefix = self._rules.prefix.search(text, self._start) is not None
         for pattern in self._rules.patterns:
             if pattern.prefixes and not has_prefix:
@@ -65,13 +68,14 @@ class PatternScan:
             try:
                 match = pattern.expression.search(text, self._start)
             except RuleFailedError:
-                hits.append(Hit(pattern.rule, base + self._start, is_failure=True))
+                if pattern.rule.on_failure != "allow" and (judge is None or judge.needs(pattern.rule)):
+                    hits.append(Hit(pattern.rule, base + self._start, is_failure=True))
                 continue
             if match is None:
                 continue
             start = match.start()
             is_final = is_end or match.end() < end or end - start >= pattern.max_length
-            if is_final:
+            if is_final and (judge is None or judge.forbids(pattern.rule)):
                 hits.append(Hit(pattern.rule, base + start))
         return worst(hits)
 

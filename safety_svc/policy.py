@@ -7,6 +7,11 @@
     category = "weapons"                   # how moderations call it; default: the name
     phrases = ["launch code"]              # deny list, compared after folding (see folding.py)
     whole_words = true                     # default: "code" does not match in "codec"
+    confusables = true                     # default: false; also what looks like a phrase (see look_alikes.py)
+    mode = "gate"                          # the default; monitor, mask, async, off (see rule_modes.py)
+    tenants = {acme = "monitor"}           # tenants that have another mode
+    on_request = true                      # default: false; only for requests that name it as a guardrail
+    on_failure = "refuse"                  # or "allow"; default: what safety.on_unavailable says
 
     [[rules]]
     name = "private-key"
@@ -18,7 +23,7 @@
 
     [[rules]]
     name = "card-number"
-    kind = "acme_cards"                    # a kind of another package (docs/plugins.md), which knows the other fields
+    kind = "acme_cards"                    # a kind of another package (docs/how-to/plugins.md) with its own fields
     issuers = ["visa"]
 
 `prefixes` and `max_length` determine how much of a streamed answer must be withheld: nothing until a prefix (or its
@@ -29,6 +34,7 @@ last `max_length` characters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -42,7 +48,9 @@ import xxhash
 from msgspec import Meta
 
 from kvloom_common.plugins import PluginError
-from safety_svc.folding import fold
+from safety_svc.folding import Fold, fold
+from safety_svc.look_alikes import fold_look_alikes, spellings
+from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, OnFailure, RuleTerms, Scopes
 from safety_svc.rule_plugins import MAX_LENGTH, KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
@@ -66,6 +74,12 @@ class CommonFields(msgspec.Struct, kw_only=True):
     category: Annotated[str, Meta(max_length=128)] = ""
     """The name that moderations give to a text that breaks the rule; "": the rule's own name."""
     applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
+    mode: Mode = "gate"
+    tenants: dict[str, Mode] = {}
+    """The modes of tenants that have another one."""
+    on_request: bool | tuple[Name, ...] = False
+    """The rule holds only for requests that name it (`guardrails`). A list: for those of these tenants."""
+    on_failure: OnFailure = ""
 
 
 class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
@@ -74,6 +88,8 @@ class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     kind: Literal["text"] = "text"
     phrases: tuple[str, ...] = ()
     whole_words: bool = True
+    confusables: bool = False
+    """Texts that look like a phrase are forbidden, too."""
     patterns: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     max_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = DEFAULT_MAX_LENGTH
@@ -87,6 +103,18 @@ class KindFields(CommonFields, kw_only=True):
     """The plugin's RuleKind."""
 
 
+class GuardrailFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
+    """A rule that asks a service of others (guardrails.py)."""
+
+    kind: Literal["guardrail"]
+    url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
+    api_key_file: str = ""
+    timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
+
+
+AnyFields = RuleFields | KindFields | GuardrailFields
+
+
 class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
     rules: tuple[dict[str, Any], ...] = ()
 
@@ -98,6 +126,7 @@ class Rule:
     name: str
     message: str
     category: str = ""
+    on_failure: OnFailure = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +135,8 @@ class Phrase:
     text: str
     """The folded phrase."""
     whole_words: bool
+    is_look_alike: bool = False
+    """It was folded by `fold_look_alikes`, and texts are to be folded so to find it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +146,16 @@ class Pattern:
     """A compiled RE2 expression, or a KindExpression."""
     prefixes: tuple[str, ...]
     max_length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guardrail:
+    """A service that judges prompts."""
+
+    rule: Rule
+    url: str
+    api_key: str
+    timeout_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,24 +173,29 @@ def worst(hits: Iterable[Hit | None]) -> Hit | None:
     return min((hit for hit in hits if hit is not None), key=lambda hit: (hit.is_failure, hit.start), default=None)
 
 
+class PhraseSet:
+    """Phrases that are found in text which is folded in one way."""
+
+    def __init__(self, phrases: Sequence[Phrase], fold: Fold) -> None:
+        self.fold = fold
+        self.first_characters = frozenset(phrase.text[0] for phrase in phrases)
+        self.max_length = max(len(phrase.text) for phrase in phrases)
+        """The length of the longest phrase in folded characters."""
+        by_text: dict[str, list[Phrase]] = {}
+        for phrase in phrases:
+            by_text.setdefault(phrase.text, []).append(phrase)
+        self.automaton: Any = ahocorasick.Automaton()
+        for text, same in by_text.items():
+            self.automaton.add_word(text, tuple(same))
+        self.automaton.make_automaton()
+
+
 class RuleSet:
     """The compiled rules for one target, prompts or answers."""
 
     def __init__(self, phrases: Sequence[Phrase], patterns: Sequence[Pattern]) -> None:
         self.phrases = tuple(phrases)
         self.patterns = tuple(patterns)
-        self.automaton: Any = None
-        self.first_characters = frozenset(phrase.text[0] for phrase in phrases)
-        if phrases:
-            by_text: dict[str, list[Phrase]] = {}
-            for phrase in phrases:
-                by_text.setdefault(phrase.text, []).append(phrase)
-            self.automaton = ahocorasick.Automaton()
-            for text, same in by_text.items():
-                self.automaton.add_word(text, tuple(same))
-            self.automaton.make_automaton()
-        self.max_phrase_length = max((len(phrase.text) for phrase in phrases), default=0)
-        """The length of the longest phrase in folded characters."""
         self.unanchored_length = max((p.max_length for p in patterns if not p.prefixes), default=0)
         """The number of last characters of a text that may belong to a match without a prefix."""
         self.max_prefixed_length = max((p.max_length for p in patterns if p.prefixes), default=0)
@@ -161,12 +207,26 @@ class RuleSet:
         self.prefix = re.compile(f"(?={'|'.join(map(re.escape, prefixes))})" if prefixes else r"(?!)")
         """Finds every position at which a prefix begins, including overlapping ones."""
 
+    def take_phrase_sets(self, twin: RuleSet | None) -> None:
+        """Share those of a set with the same phrases, or make them."""
+        if twin is not None:
+            self.__dict__["phrase_sets"] = twin.phrase_sets
+        _ = self.phrase_sets
+
+    @functools.cached_property
+    def phrase_sets(self) -> tuple[PhraseSet, ...]:
+        """The phrases, by how texts are folded. Making them takes long."""
+        by_fold: dict[Fold, list[Phrase]] = {}
+        for phrase in self.phrases:
+            by_fold.setdefault(fold_look_alikes if phrase.is_look_alike else fold, []).append(phrase)
+        return tuple(PhraseSet(own, own_fold) for own_fold, own in by_fold.items())
+
     def reach(self, text: str, start: int) -> int:
         """Return the maximum length of a match that begins with the prefix at text[start:]."""
         return max(p.max_length for p in self.patterns if p.prefixes and text.startswith(p.prefixes, start))
 
     def __bool__(self) -> bool:
-        return bool(self.patterns or self.automaton is not None)
+        return bool(self.patterns or self.phrases)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,8 +237,14 @@ class SafetyPolicy:
     """A hash of the file's content."""
     prompt: RuleSet
     answer: RuleSet
+    """Rules because of which text is withheld."""
+    watched_answer: RuleSet
+    """Rules that let text of answers pass, and see it."""
     any_text: RuleSet
     """All rules."""
+    guardrails: tuple[Guardrail, ...]
+    """For prompts."""
+    scopes: Scopes
     categories: tuple[str, ...]
     """The categories of all rules, in the order of the file."""
 
@@ -196,30 +262,54 @@ def load_policy(path: Path) -> SafetyPolicy:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: {error}") from error
     try:
-        return _policy(tables, xxhash.xxh3_64_hexdigest(raw))
+        return _policy(tables, xxhash.xxh3_64_hexdigest(raw), path.parent)
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from error
 
 
-def _policy(tables: Sequence[dict[str, Any]], revision: str) -> SafetyPolicy:
+def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> SafetyPolicy:
     """Raises PolicyError."""
     rules = [_fields(table, number) for number, table in enumerate(tables, 1)]
     for name, count in Counter(rule.name for rule in rules).items():
         if count > 1:
             raise PolicyError(f"rule {name!r}: the name is used twice")
-    prompt, answer = (_compile(rules, (target,)) for target in ("prompt", "answer"))
-    any_text = _compile(rules, ("prompt", "answer"))
+    scopes = Scopes([RuleTerms(rule.name, rule.mode, rule.tenants, rule.on_request) for rule in rules])
+    prompt = _compile(rules, ("prompt",), ALL_MODES)
+    answer = _compile(rules, ("answer",), HOLDING)
+    watched = _compile(rules, ("answer",), ALL_MODES - HOLDING)
+    any_text = _compile(rules, ("prompt", "answer"), ALL_MODES)
     categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
-    return SafetyPolicy(revision, prompt, answer, any_text, categories)
+    made: list[RuleSet] = []
+    for used in (prompt, answer, watched, any_text):  # now, and not while a text waits
+        used.take_phrase_sets(next((other for other in made if other.phrases == used.phrases), None))
+        made.append(used)
+    guardrails = tuple(_guardrail(fields, folder) for fields in rules if isinstance(fields, GuardrailFields))
+    return SafetyPolicy(revision, prompt, answer, watched, any_text, guardrails, scopes, categories)
 
 
-def _fields(table: dict[str, Any], number: int) -> RuleFields | KindFields:
+def _guardrail(fields: GuardrailFields, folder: Path) -> Guardrail:
+    """Raises PolicyError."""
+    if fields.applies_to != ("prompt",):
+        raise PolicyError(f"rule {fields.name!r}: applies_to must be ['prompt']: guardrails judge whole texts")
+    try:
+        api_key = (folder / fields.api_key_file).read_text().strip() if fields.api_key_file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"rule {fields.name!r}: api_key_file: {error}") from error
+    return Guardrail(_rule(fields), fields.url, api_key, fields.timeout_seconds)
+
+
+def _fields(table: dict[str, Any], number: int) -> AnyFields:
     """The fields of one rule. Raises PolicyError."""
     name = table.get("name")
     shown = f"rule {name!r}" if isinstance(name, str) else f"rule {number}"
     try:
         if table.get("kind", "text") == "text":
-            return msgspec.convert(table, RuleFields)
+            rule = msgspec.convert(table, RuleFields)
+            if not rule.phrases and not rule.patterns:
+                raise PolicyError(f"{shown}: has neither phrases nor patterns")
+            return rule
+        if table["kind"] == "guardrail":
+            return msgspec.convert(table, GuardrailFields)
         common = {*CommonFields.__struct_fields__, "kind"}
         own = {field: value for field, value in table.items() if field not in common}
         kind = rule_kind(msgspec.convert(table["kind"], Name), own)
@@ -228,26 +318,33 @@ def _fields(table: dict[str, Any], number: int) -> RuleFields | KindFields:
         raise PolicyError(f"{shown}: {error}") from error
 
 
-def _compile(rules: Sequence[RuleFields | KindFields], targets: Collection[str]) -> RuleSet:
+def _compile(rules: Sequence[AnyFields], targets: Collection[str], modes: Collection[Mode]) -> RuleSet:
+    """The rules for these targets that are in one of these modes for anybody."""
     phrases: list[Phrase] = []
     patterns: list[Pattern] = []
     for fields in rules:
+        if isinstance(fields, GuardrailFields):
+            continue
+        if not any(mode in modes for mode in (fields.mode, *fields.tenants.values())):
+            continue
         if isinstance(fields, KindFields):
             if any(target in fields.applies_to for target in targets):
                 patterns.append(_kind_pattern(fields))
             continue
-        if not fields.phrases and not fields.patterns:
-            raise PolicyError(f"rule {fields.name!r}: has neither phrases nor patterns")
         if not any(target in fields.applies_to for target in targets):
             continue
         rule = _rule(fields)
-        phrases += [_phrase(rule, text, whole_words=fields.whole_words) for text in fields.phrases]
+        for text in fields.phrases:
+            phrases.append(_phrase(rule, text, whole_words=fields.whole_words))
+            if fields.confusables:
+                seen = sorted(spellings(text))
+                phrases += [Phrase(rule, spelling, fields.whole_words, is_look_alike=True) for spelling in seen]
         patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
     return RuleSet(phrases, patterns)
 
 
 def _rule(fields: CommonFields) -> Rule:
-    return Rule(fields.name, fields.message, fields.category or fields.name)
+    return Rule(fields.name, fields.message, fields.category or fields.name, fields.on_failure)
 
 
 def _kind_pattern(fields: KindFields) -> Pattern:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from kvloom.v1.safety_service_pb2 import Prefilter
-from safety_svc.policy import RuleSet
+from kvloom_common.text.json_escapes import ESCAPE
+from safety_svc.look_alikes import ascii_look_alikes
+from safety_svc.policy import Pattern, Phrase, RuleSet
 
 MAX_BEGINNINGS: Final = 1024
 MAX_ANSWER_CHARS: Final = 4
@@ -15,20 +18,22 @@ MAX_PROMPT_CHARS: Final = 16
 chance. Unlike in an answer, no text of a prompt is withheld because of its first characters."""
 
 
-def answer_prefilter(rules: RuleSet) -> Prefilter | None:
+def answer_prefilter(*rule_sets: RuleSet) -> Prefilter | None:
     """Return the prefilter for answers, or None when a match can begin with any text.
 
     Beginnings are as long as possible without exceeding MAX_BEGINNINGS. Length 1 always suffices: only ASCII beginnings
     matter, and there are 128 ASCII characters.
     """
+    rules = _together(rule_sets)
     if not _all_have_prefixes(rules):
         return None
-    prefixes, phrases = _beginnings_of(rules)
+    texts = _Texts(rules)
     for num_chars in range(MAX_ANSWER_CHARS, 0, -1):
-        beginnings = _ascii_beginnings(prefixes, num_chars)
-        folded = _ascii_beginnings(phrases, num_chars)
-        if len(beginnings) + len(folded) <= MAX_BEGINNINGS:
-            return Prefilter(beginnings=sorted(beginnings), folded_beginnings=sorted(folded))
+        found = texts.prefilter(_ascii_beginnings(texts.prefixes, num_chars), num_chars)
+        if found is not None:
+            if rules.phrases:
+                found.beginnings.append(ESCAPE)
+            return found
     return None
 
 
@@ -40,23 +45,56 @@ def prompt_prefilter(rules: RuleSet) -> Prefilter | None:
     """
     if not _all_have_prefixes(rules):
         return None
-    prefixes, phrases = _beginnings_of(rules)
+    texts = _Texts(rules)
     for num_chars in range(MAX_PROMPT_CHARS, 0, -1):
-        beginnings = {prefix[:num_chars] for prefix in prefixes}
-        folded = _ascii_beginnings(phrases, num_chars)
-        if len(beginnings) + len(folded) <= MAX_BEGINNINGS:
-            return Prefilter(beginnings=sorted(beginnings), folded_beginnings=sorted(folded), any_text=not phrases)
+        found = texts.prefilter({prefix[:num_chars] for prefix in texts.prefixes}, num_chars)
+        if found is not None:
+            found.any_text, found.reads_escapes = not rules.phrases, bool(rules.phrases)
+            return found
     return None
 
 
-def _all_have_prefixes(rules: RuleSet) -> bool:
+class _Rules(NamedTuple):
+    """The rules of several sets."""
+
+    phrases: Sequence[Phrase]
+    patterns: Sequence[Pattern]
+
+
+def _together(rule_sets: Iterable[RuleSet]) -> _Rules:
+    phrases: dict[Phrase, None] = {}
+    patterns: list[Pattern] = []
+    for rules in rule_sets:
+        phrases |= dict.fromkeys(rules.phrases)
+        patterns += rules.patterns
+    return _Rules(list(phrases), patterns)
+
+
+def _all_have_prefixes(rules: RuleSet | _Rules) -> bool:
     return all(pattern.prefixes for pattern in rules.patterns)
 
 
-def _beginnings_of(rules: RuleSet) -> tuple[set[str], set[str]]:
-    """Return (beginnings of patterns, beginnings of phrases)."""
-    prefixes = {prefix for pattern in rules.patterns for prefix in pattern.prefixes}
-    return prefixes, {phrase.text for phrase in rules.phrases}
+class _Texts:
+    """The texts with which matches begin, by how they are compared."""
+
+    def __init__(self, rules: RuleSet | _Rules) -> None:
+        self.prefixes = {prefix for pattern in rules.patterns for prefix in pattern.prefixes}
+        self._phrases = {phrase.text for phrase in rules.phrases if not phrase.is_look_alike}
+        self._look_alikes = {phrase.text for phrase in rules.phrases if phrase.is_look_alike}
+
+    def prefilter(self, beginnings: set[str], num_chars: int) -> Prefilter | None:
+        """Return the prefilter with these beginnings of patterns, and those of phrases with so many characters; None
+        if there are too many."""
+        folded = _ascii_beginnings(self._phrases, num_chars)
+        look_alikes = _ascii_beginnings(self._look_alikes, num_chars)
+        if len(beginnings) + len(folded) + len(look_alikes) > MAX_BEGINNINGS:
+            return None
+        return Prefilter(
+            beginnings=sorted(beginnings),
+            folded_beginnings=sorted(folded),
+            look_alike_beginnings=sorted(look_alikes),
+            look_alikes=ascii_look_alikes() if self._look_alikes else {},
+        )
 
 
 def _ascii_beginnings(texts: set[str], num_chars: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""Rule kinds of other packages (docs/plugins.md): they find forbidden passages by code instead of a pattern."""
+"""Rule kinds of other packages (docs/how-to/plugins.md): they find forbidden passages by code instead of a pattern."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvloom_common.plugins import PluginError, PluginGroup
 from kvloom_common.process.failure_log import FailureLog, place_of
+from safety_svc.pii import PiiKind
 
-RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text",))
+RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text", "pii", "guardrail"))
 MAX_LENGTH: Final = 4096
 
 
@@ -87,11 +88,13 @@ class KindExpression:
 
 def rule_kind(name: str, settings: Mapping[str, Any]) -> RuleKind:
     """The rule of a plugin. Raises PluginError."""
-    factory = RULE_KINDS.load(name)
+    factory = PiiKind if name == "pii" else RULE_KINDS.load(name)
     try:
-        kind = factory(settings)
+        kind: RuleKind = factory(settings)
         is_empty_found = kind.find("", 0) is not None
         max_length: Any = kind.max_length
+    except PluginError:
+        raise
     except Exception as error:
         raise PluginError(f"{type(error).__name__}: {error}") from error
     if is_empty_found:

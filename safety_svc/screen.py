@@ -7,11 +7,15 @@ clear, and withholds only text that may turn out to be the beginning of somethin
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
+from kvloom_common.text.json_escapes import ESCAPE
+from safety_svc.escaped_scan import EscapedScan
 from safety_svc.pattern_scan import PatternScan
 from safety_svc.phrase_scan import PhraseScan
 from safety_svc.policy import Hit, RuleSet, worst
+from safety_svc.rule_modes import HOLDING, WATCHING, Judge, Scope
 
 CHARS_PER_SLICE: Final = 8_192
 """A prompt up to this length is checked at once. A longer one is searched in slices of this length, which take about a
@@ -23,29 +27,29 @@ def is_long(prompt: str) -> bool:
     return len(prompt) > CHARS_PER_SLICE
 
 
-def check_prompt(rules: RuleSet, text: str) -> Hit | None:
-    """Return the first forbidden text in a whole prompt."""
-    hits = (
-        PhraseScan(rules).push(text, is_end=True) if rules.automaton is not None else None,
-        _find_pattern(rules, text),
-    )
-    return worst(hits)
+def check_prompt(rules: RuleSet, text: str, judge: Judge | None = None) -> Hit | None:
+    """Return the first forbidden text in a whole prompt. `judge` says which rules count; None: all."""
+    hits = [scan.push(text, is_end=True) for scan in _phrase_scans(rules, text, judge)]
+    return worst([*hits, _find_pattern(rules, text, judge)])
 
 
-async def check_long_prompt(rules: RuleSet, text: str) -> Hit | None:
+async def check_long_prompt(rules: RuleSet, text: str, judge: Judge | None = None) -> Hit | None:
     """Do the same as `check_prompt` without blocking the event loop."""
-    hits = [await asyncio.to_thread(_find_pattern, rules, text), await _find_phrase_in_slices(rules, text)]
+    hits = [await asyncio.to_thread(_find_pattern, rules, text, judge)]
+    hits += [await _find_phrase_in_slices(scan, text) for scan in _phrase_scans(rules, text, judge)]
     return worst(hits)
 
 
-def _find_pattern(rules: RuleSet, text: str) -> Hit | None:
-    return PatternScan(rules).push(text, is_end=True) if rules.patterns else None
+def _phrase_scans(rules: RuleSet, text: str, judge: Judge | None) -> list[PhraseScan | EscapedScan]:
+    scans = [PhraseScan(phrases, judge) for phrases in rules.phrase_sets]
+    return [*scans, *map(EscapedScan, scans)] if ESCAPE in text else [*scans]
 
 
-async def _find_phrase_in_slices(rules: RuleSet, text: str) -> Hit | None:
-    if rules.automaton is None:
-        return None
-    scan = PhraseScan(rules)
+def _find_pattern(rules: RuleSet, text: str, judge: Judge | None) -> Hit | None:
+    return PatternScan(rules, judge).push(text, is_end=True) if rules.patterns else None
+
+
+async def _find_phrase_in_slices(scan: PhraseScan | EscapedScan, text: str) -> Hit | None:
     for start in range(0, len(text), CHARS_PER_SLICE):
         hit = scan.push(text[start : start + CHARS_PER_SLICE], is_end=False)
         if hit is not None:
@@ -54,15 +58,39 @@ async def _find_phrase_in_slices(rules: RuleSet, text: str) -> Hit | None:
     return scan.push("", is_end=True)
 
 
+Scan = PhraseScan | PatternScan | EscapedScan
+
+
+def _scans(rules: RuleSet, judge: Judge | None) -> list[Scan]:
+    scans: list[Scan] = [PhraseScan(phrases, judge) for phrases in rules.phrase_sets]
+    return [*scans, PatternScan(rules, judge)] if rules.patterns else scans
+
+
 class AnswerScreener:
     """Screens one answer. After each `push`, the first `num_clear_chars` characters of the answer may be shown. Once
     `hit` is set, nothing after them may be shown, and the caller must not push more text."""
 
-    __slots__ = ("_num_chars", "_patterns", "_phrases", "hit", "num_clear_chars")
+    __slots__ = (
+        "_num_chars",
+        "_num_told",
+        "_reads_escapes",
+        "_scans",
+        "_watchers",
+        "flagged",
+        "hit",
+        "num_clear_chars",
+    )
 
-    def __init__(self, rules: RuleSet) -> None:
-        self._phrases = PhraseScan(rules) if rules.automaton is not None else None
-        self._patterns = PatternScan(rules) if rules.patterns else None
+    def __init__(self, rules: RuleSet, watched: RuleSet | None = None, scope: Scope | None = None) -> None:
+        """`rules` withhold text, and those of `watched` do not. `scope` says which of them hold; None: all `rules`."""
+        self.flagged: dict[str, None] = {}
+        """The names of rules that only note what they find, and have found something."""
+        self._scans = _scans(rules, None if scope is None else Judge(scope, HOLDING, self.flagged))
+        self._watchers: list[Scan] = []
+        if scope is not None and watched:
+            self._watchers = _scans(watched, Judge(scope, WATCHING, self.flagged))
+        self._reads_escapes = False
+        self._num_told = 0
         self._num_chars = 0
         self.num_clear_chars = 0
         self.hit: Hit | None = None
@@ -70,6 +98,14 @@ class AnswerScreener:
     def push(self, delta: str) -> None:
         """Judge the next characters."""
         self._judge(delta, is_end=False)
+
+    def new_flags(self) -> Sequence[str]:
+        """Return the names of rules that have noted something for the first time since the last call."""
+        if len(self.flagged) == self._num_told:
+            return ()
+        new = list(self.flagged)[self._num_told :]
+        self._num_told += len(new)
+        return new
 
     @property
     def is_clear(self) -> bool:
@@ -80,23 +116,27 @@ class AnswerScreener:
         """Account for text that contains nothing forbidden and no beginning of it. `is_clear` must be true before."""
         self._num_chars += num_chars
         self.num_clear_chars = self._num_chars
-        for scan in (self._phrases, self._patterns):
-            if scan is not None:
-                scan.skip(num_chars, last_char)
+        for scan in (*self._scans, *self._watchers):
+            scan.skip(num_chars, last_char)
 
     def close(self) -> None:
         """Judge withheld text as it stands, because the answer is complete."""
         self._judge("", is_end=True)
 
     def _judge(self, delta: str, *, is_end: bool) -> None:
+        if ESCAPE in delta and not self._reads_escapes:
+            self._reads_escapes = True
+            for scans in (self._scans, self._watchers):
+                scans += [EscapedScan(scan) for scan in scans if isinstance(scan, PhraseScan)]
         self._num_chars += len(delta)
         num_clear = self._num_chars
         hit: Hit | None = None
-        for scan in (self._phrases, self._patterns):
-            if scan is not None:
-                found = scan.push(delta, is_end=is_end)
-                num_clear = min(num_clear, scan.num_clear)
-                hit = worst((hit, found))
+        for scan in self._scans:
+            found = scan.push(delta, is_end=is_end)
+            num_clear = min(num_clear, scan.num_clear)
+            hit = worst((hit, found))
+        for scan in self._watchers:
+            hit = worst((hit, scan.push(delta, is_end=is_end)))
         if hit is not None:
             # Text that another rule still withholds must not be shown either: it might have become an earlier hit.
             num_clear = min(num_clear, hit.start)

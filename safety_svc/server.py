@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import hmac
+import os
+from collections.abc import Awaitable
 from typing import Final
 
 import grpc
@@ -13,30 +15,31 @@ from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.backend import serve_announced
 from kvloom_common.config import KvloomConfig
-from kvloom_common.discovery.announcer import announced_process, fabric_host, process_record
-from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom_common.process.request_context import request_fields
 from kvloom_common.process.service import (
     SERVER_OPTIONS,
-    ReadyLine,
     StartError,
-    announce_ready,
     bind,
     set_serving,
     sharing_port,
     stop_event,
 )
-from kvloom_common.process.watched_files import following
+from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import FabricTrust
+from safety_svc.audit import Audit
 from safety_svc.classify import broken_categories
-from safety_svc.connection import ScreenConnection, finding
-from safety_svc.metrics import BLOCKS, PROMPTS, RULES, STREAMS
-from safety_svc.policy import PolicyError, Rule
+from safety_svc.connection import Found, ScreenConnection, excerpt_of, finding, prompt_judge
+from safety_svc.guardrails import Guardrails
+from safety_svc.masks import masks_of
+from safety_svc.metrics import PROMPTS, STREAMS
+from safety_svc.policy import PolicyError
 from safety_svc.policy_file import PolicyFile
 from safety_svc.rule_plugins import RuleFailedError
 from safety_svc.screen import check_long_prompt, check_prompt, is_long
@@ -55,9 +58,17 @@ TAKE_OVER_SECONDS: Final = 0.5
 class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
     """Implements the RPCs of SafetyService."""
 
-    def __init__(self, policy_file: PolicyFile) -> None:
+    def __init__(self, policy_file: PolicyFile, mask_key: bytes = b"", audit: Audit | None = None) -> None:
+        """`mask_key` is the fabric's; without one, placeholders are those of this process."""
         self._policy_file = policy_file
+        self._audit = audit or Audit()
+        self._guardrails = Guardrails()
+        self._mask_key = hmac.digest(mask_key or os.urandom(32), b"kvloom masks", "sha256")
         self._connections: set[ScreenConnection] = set()
+
+    def close(self) -> None:
+        """Ask guardrails nothing more."""
+        self._guardrails.close()
 
     async def drain(self) -> None:
         """Ask all routers to connect to another safety service."""
@@ -77,14 +88,22 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         PROMPTS.inc()
         policy = self._policy_file.current
         text = request.text
-        hit = await check_long_prompt(policy.prompt, text) if is_long(text) else check_prompt(policy.prompt, text)
+        check = check_long_prompt if is_long(text) else check_prompt
+        judge = prompt_judge(policy, request.tenant, ())
+        found = check(policy.prompt, text, judge)
+        hit = await found if isinstance(found, Awaitable) else found
+        if hit is None and policy.guardrails:
+            hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant})
+        subject = policy.revision, request_fields(tenant=request.tenant), request.tenant
+        for name in judge.flagged:
+            self._audit(Found("prompt", name, False, *subject))
         if hit is None:
             return safety_service_pb2.CheckPromptResponse(
                 decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
             )
         if hit.is_failure:
             await abort(context, _rule_failed())
-        audit("prompt", hit.rule, request_fields(tenant=request.tenant))
+        self._audit(Found("prompt", hit.rule.name, True, *subject, excerpt=excerpt_of(text, hit)))
         return safety_service_pb2.CheckPromptResponse(
             decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit), policy_revision=policy.revision
         )
@@ -99,10 +118,16 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="texts"))
         policy = self._policy_file.current
         try:
-            results = [
-                safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
-                for text in request.texts
-            ]
+            if request.HasField("mask"):
+                found = (
+                    asyncio.to_thread(masks_of, policy, text, request.mask, self._mask_key) for text in request.texts
+                )
+                results = [safety_service_pb2.Classification(masks=await masks) for masks in found]
+            else:
+                results = [
+                    safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
+                    for text in request.texts
+                ]
         except RuleFailedError:
             await abort(context, _rule_failed())
         return safety_service_pb2.ClassifyResponse(
@@ -115,7 +140,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         context: grpc.aio.ServicerContext[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse],
     ) -> None:
         with STREAMS.track_inprogress():
-            connection = ScreenConnection(self._policy_file, context, audit)
+            connection = ScreenConnection(self._policy_file, context, self._audit, self._guardrails)
             self._connections.add(connection)
             try:
                 await connection.serve()
@@ -125,12 +150,6 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
 
 def _rule_failed() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE, "A rule of the safety policy cannot be applied.")
-
-
-def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:
-    """Log and count a text that was blocked. `names` are those of its request. The text itself is never logged."""
-    BLOCKS.labels(target, RULES.fold(rule.name)).inc()
-    log.warning("prompt_blocked" if target == "prompt" else "answer_blocked", target=target, rule=rule.name, **names)
 
 
 async def serve(
@@ -146,13 +165,17 @@ async def serve(
     successor takes over without a gap. Raises StartError."""
     try:
         policy_file = PolicyFile(config.safety.policy_file)
+        tracer = open_tracer(config.tracing, "safety", name)
+        audit = Audit.at(config.safety.audit_dir, name, config.safety.audit_retention_days, tracer)
     except PolicyError as error:
         raise StartError(str(error)) from error
+    except OSError as error:
+        raise StartError(f"safety.audit_dir: {error.strerror}") from error
     stopping = stop_event()
     server = grpc.aio.server(options=sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS)
-    servicer = SafetyServicer(policy_file)
+    servicer = SafetyServicer(policy_file, trust.cache_key, audit)
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server, trust.may_call))
-    health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.safety.reflection)
+    health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.fabric.reflection)
     address = bind(server, fabric_host(config, config.safety.host), port, trust.add_port)
     local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)
     await local.start(address)
@@ -160,17 +183,14 @@ async def serve(
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("safety_started", address=address, policy_revision=policy_file.current.revision)
     try:
-        async with (
-            announced_process(config, "safety", process_record(config, name, address), trust.sealer),
-            following(policy_file, metrics.until(stopping)),
-        ):
-            announce_ready(ReadyLine(address, metrics.address))
-            await stopping.wait()
-    except NameTakenError as error:
+        await serve_announced(
+            config, "safety", name, address, metrics, trust, stopping, policy_file, *filter(None, (tracer,))
+        )
+    except StartError:
         await asyncio.gather(server.stop(None), local.stop(0.0))
-        raise StartError(str(error)) from error
+        raise
     await set_serving(health, [SERVICE_NAME], serving=False)
-    grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
+    grace_seconds = config.fabric.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
     # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
     # period ends.
     stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
@@ -178,3 +198,5 @@ async def serve(
         await asyncio.sleep(TAKE_OVER_SECONDS)
         await servicer.drain()
     await stopping_servers
+    servicer.close()
+    audit.close()

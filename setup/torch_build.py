@@ -50,7 +50,7 @@ def choose_build(choice: str, *, needs_cpu_index: bool, answers: bool) -> TorchB
     if answers:
         return TorchBuild(CPU_INDEX, f"the CPU build of {CPU_INDEX}, because no NVIDIA GPU was found (TORCH=default)")
     missing = f"{CPU_INDEX} does not answer: the configured index's build"
-    return TorchBuild(None, f"{missing}, which may be CUDA's (3 GB; docs/install.md)")
+    return TorchBuild(None, f"{missing}, which may be CUDA's (3 GB; docs/how-to/install.md)")
 
 
 def needs_cpu_index() -> bool:

@@ -1,6 +1,7 @@
 """The process that serves one engine to routers over gRPC.
 
 __main__.py            `python -m shard_server`: parses the arguments and serves
+metric_table.py        the metrics, one record each
 server.py              starts, drains and stops the parts of the process in order
 spot_notice.py         notice that the machine is about to be taken away: a file, or a signal
 shard_servicer.py      the gRPC service: the router's stream, GetInfo and Drain
@@ -13,6 +14,7 @@ served_adapters.py     the adapters of the engine: what routers are told of them
 live_sequences.py      the sequences that have not finished
 load_reporter.py       when and what load is reported to each router
 kv_mirror.py           the numbered events and the snapshot of the cached blocks
+tracing.py             spans of sequences, for an OpenTelemetry collector
 metrics.py             the Prometheus metrics of a shard
 engines/               the Engine protocol, and the simulator, torch and TensorRT-LLM behind it
 """

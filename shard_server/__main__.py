@@ -19,6 +19,7 @@ from kvloom_common.process.extras import MissingPackageError, naming_extras
 from kvloom_common.process.watched_files import following
 from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
 from kvloom_common.text.tokenizer import ModelTokenizer
+from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.trust.fabric_trust import load_trust
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
@@ -42,6 +43,7 @@ async def serve(
     metrics = open_metrics(config, trust, "shard", name, metrics_port, shares_port=shares_metrics_port)
     notices = SpotNotices(config.shard.spot_notice_file, config.shard.spot_notice_seconds)
     notices.listen()
+    tracer = open_tracer(config.tracing, "shard", name)
     engine, tokenizer, card = await asyncio.to_thread(_load, config)
     server = ShardServer(
         config,
@@ -54,6 +56,7 @@ async def serve(
         make_engine=lambda: create_engine(config, tokenizer),
         notices=notices,
         on_leave=service.announce_end,
+        tracer=tracer,
     )
     try:
         address = await server.start(port)
@@ -65,7 +68,7 @@ async def serve(
         service.ReadyLine(address, metrics.address, engine=info.description or info.engine, variant=info.variant)
     )
     try:
-        async with following(trust, metrics):
+        async with following(trust, metrics, *filter(None, (tracer,))):
             await server.serve(stop)
     except EngineError as error:
         sys.stderr.write(f"error: {name}: {error}\n")

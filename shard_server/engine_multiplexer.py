@@ -30,7 +30,7 @@ from kvloom_common.text.detokenizer import TokenText
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
 from shard_server.engines.base import AllBlocksCleared, Engine, SequenceEnd, SequenceFinishReason, StepOutput
 from shard_server.kv_mirror import KvMirror
-from shard_server.live_sequences import LiveSequences, logprobs_to_proto
+from shard_server.live_sequences import LiveSequences, SequenceObserver, logprobs_to_proto
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
 from shard_server.sequence_admission import SequenceAdmission, engine_failed, stopping
@@ -60,6 +60,7 @@ class EngineMultiplexer:
         max_pending_frames: int = MAX_PENDING_FRAMES,
         clock: Callable[[], float] = time.monotonic,
         access_log: AccessLog = NO_ACCESS_LOG,
+        tracer: SequenceObserver | None = None,
     ) -> None:
         self.info = info
         self._engine = engine
@@ -70,7 +71,7 @@ class EngineMultiplexer:
         self._connections: list[RouterConnection] = []
         self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info, clock)
-        self._live = LiveSequences(engine, metrics, clock, access_log)
+        self._live = LiveSequences(engine, metrics, clock, access_log, tracer)
         self.adapters = ServedAdapters(metrics, self._tell_adapters)
         max_sequences = engine.info.max_batch + max_waiting
         self._intake = SequenceAdmission(engine, tokenizer, self._live, self._load, max_sequences, clock, self.adapters)
@@ -254,6 +255,9 @@ class EngineMultiplexer:
             sequence = live.get(start.request_id)
             if sequence is not None:
                 self._live.start(sequence, start, now)
+                num_prompt_tokens = len(sequence.request.prompt_token_ids)
+                self._load.num_prompt_tokens += num_prompt_tokens
+                self._load.num_cached_tokens += min(start.num_cached_tokens, num_prompt_tokens)
         for request_id, (num_drafted, num_accepted) in output.predictions.items():
             sequence = live.get(request_id)
             if sequence is not None:
@@ -292,6 +296,7 @@ class EngineMultiplexer:
         for end in output.ends:
             self._end(end)
         kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
+        self._load.num_output_tokens += num_tokens
         is_report_due = self._load.on_step(output.load, now)
         for connection in self._connections:
             connection.send_step(kv_events, self._load.report(connection.origin) if is_report_due else None)

@@ -15,6 +15,7 @@ import structlog
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from shard_server.engines.base import Engine, EngineRequest, SequenceStart, TokenLogprobs
@@ -157,6 +158,14 @@ class CancellingSequences:
             self.end(request_id)
 
 
+class SequenceObserver(Protocol):
+    """Is told of the sequences of a shard, for traces."""
+
+    def sequence_started(self, sequence: LiveSequence, start: SequenceStart, now: float) -> None: ...
+
+    def sequence_ended(self, sequence: LiveSequence, finish: SequenceFinish, now: float) -> None: ...
+
+
 class LiveSequences:
     """The live sequences of one engine, from all routers."""
 
@@ -166,8 +175,10 @@ class LiveSequences:
         metrics: ShardMetrics,
         clock: Callable[[], float],
         access_log: AccessLog = NO_ACCESS_LOG,
+        tracer: SequenceObserver | None = None,
     ) -> None:
         self._engine = engine
+        self._tracer = tracer
         self._access_log = access_log
         self._metrics = metrics
         self._clock = clock
@@ -212,6 +223,8 @@ class LiveSequences:
         self._metrics.on_start(
             len(sequence.request.prompt_token_ids), num_cached_tokens, queue_time_seconds, now - sequence.received_at
         )
+        if self._tracer is not None:
+            self._tracer.sequence_started(sequence, start, now)
 
     def flush(self, sequence: LiveSequence) -> None:
         """Add the text that the detokenizer still holds, as an entry without tokens."""
@@ -255,8 +268,11 @@ class LiveSequences:
         if handoff:
             finish.handoff = handoff
         connection.parts.finishes.append(finish)
-        duration_seconds = self._clock() - sequence.received_at
+        now = self._clock()
+        duration_seconds = now - sequence.received_at
         self._metrics.on_finish(reason, duration_seconds)
+        if self._tracer is not None:
+            self._tracer.sequence_ended(sequence, finish, now)
         if self._access_log.is_on:
             self._log_end(sequence, finish, duration_seconds)
         if not self.by_request_id:
@@ -270,7 +286,7 @@ class LiveSequences:
             "sequence_ended",
             **names,
             sequence_id=sequence.request.request_id,
-            outcome=FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+            outcome=FINISH_REASON_NAMES[finish.reason],
             num_prompt_tokens=finish.num_prompt_tokens,
             num_cached_tokens=finish.num_cached_tokens,
             num_output_tokens=finish.num_output_tokens,

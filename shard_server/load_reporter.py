@@ -34,6 +34,8 @@ class LoadReporter:
         self.hand_over = False
         self.withdrawn = False
         self.asleep = False
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        """Since the start of the process; see LoadReport."""
         self.empty_at: float | None = None
         """When it has to be empty while it drains, by the clock; None: it need not be."""
         self._clock = clock
@@ -119,6 +121,9 @@ class LoadReporter:
             num_own_waiting=own.num_waiting + num_own_in_flight,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,
             num_own_decode_context_tokens=own.num_decode_context_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
         )
         if self.empty_at is not None:
             report.empty_within_seconds = max(MIN_LEFT_SECONDS, self.empty_at - self._clock())

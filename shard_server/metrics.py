@@ -3,10 +3,12 @@ per sequence, never per token."""
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from kvloom.v1.generation_pb2 import FinishReason
-from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
+from kvloom_common.metrics.table import GaugeRecord
+from shard_server import metric_table as table
 from shard_server.engines.base import AdaptersState, EngineLoad, KvShareUsage
 
 
@@ -22,135 +24,42 @@ class ShardMetrics:
         self._adapters_seen: tuple[str, ...] = ()
         self._num_adapter_loads_seen = self._num_adapter_evictions_seen = 0
 
-        def labels(name: str) -> list[str]:
-            return ["model_name" if name.startswith("vllm:") else "model"]
+        def gauge(record: GaugeRecord) -> Gauge:
+            return record.gauge(registry).labels(model)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, labels(name), registry=registry).labels(model)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, labels(name), registry=registry).labels(model)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_SECONDS) -> Histogram:
-            return Histogram(name, text, labels(name), buckets=buckets, registry=registry).labels(model)
-
-        self._running = gauge(
-            "vllm:num_requests_running", "Sequences in the engine's batch, as of the last step. Unit: sequences."
-        )
-        self._waiting = gauge(
-            "vllm:num_requests_waiting", "Sequences that wait for the engine, as of the last step. Unit: sequences."
-        )
-        self._kv_usage = gauge(
-            "vllm:kv_cache_usage_perc",
-            "KV blocks in use by sequences, as of the last step. Unit: share of all blocks, from 0 to 1.",
-        )
-        cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The engine's KV cache: tokens in a block, and number of blocks, as labels. Unit: always 1.",
-            ["model_name", "block_size", "num_gpu_blocks"],
-            registry=registry,
-        )
-        cache_config.labels(model, str(block_size), str(num_blocks)).set(1)
-        self._preemptions = counter(
-            "vllm:num_preemptions", "Preemptions of sequences by the engine for lack of KV blocks. Unit: preemptions."
-        )
-        self._prompt_tokens = counter(
-            "vllm:prompt_tokens",
-            "Prompt tokens of sequences that produced their first token, cached ones too. Unit: tokens.",
-        )
-        self._generation_tokens = counter(
-            "vllm:generation_tokens", "Tokens delivered to routers, counted at every step. Unit: tokens."
-        )
-        self._prefix_queries = counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache. Unit: tokens."
-        )
-        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache. Unit: tokens.")
-        self._draft_tokens = counter(
-            "vllm:spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding. Unit: tokens."
-        )
-        self._accepted_tokens = counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted. Unit: tokens."
-        )
-        self._ttft = histogram(
-            "vllm:time_to_first_token_seconds",
-            "From a sequence's arrival at the shard to its first token, observed at that token. Unit: seconds.",
-        )
-        self._itl = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between consecutive engine steps that both had tokens, observed once a step. Unit: seconds.",
-            TOKEN_SECONDS,
-        )
-        self._queue_time = histogram(
-            "vllm:request_queue_time_seconds",
-            "From a sequence's arrival at the shard to its scheduling, observed at its first token. Unit: seconds.",
-        )
-        self._e2e = histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From a sequence's arrival at the shard to its end, observed at its end. Unit: seconds.",
-        )
-        self._finished = Counter(
-            "kvloom_shard_finished_sequences",
-            "Sequences that ended, by how. Unit: sequences.",
-            ["reason"],
-            registry=registry,
-        )
-        self._discarded = counter(
-            "kvloom_shard_discarded_tokens",
-            "Tokens that the engine generated after their sequence had ended; not delivered. Unit: tokens.",
-        )
-        self._wasted = counter(
-            "kvloom_shard_wasted_tokens",
-            "Tokens generated for sequences after their clients had left; part of the discarded ones. Unit: tokens.",
-        )
-        self._wasted_each = histogram(
-            "kvloom_shard_wasted_tokens_per_cancel",
-            "Tokens wasted on a cancelled sequence, observed once a sequence. Unit: tokens.",
-            WASTED_TOKENS,
-        )
-        self._queued_prefill = gauge(
-            "kvloom_shard_queued_prefill_tokens",
-            "Prompt tokens that wait for prefill, as of the last step. Unit: tokens.",
-        )
-        self._cached_blocks = gauge(
-            "kvloom_shard_cached_blocks", "KV blocks in the prefix cache, as of the last step. Unit: blocks."
-        )
+        self._running = gauge(table.NUM_REQUESTS_RUNNING)
+        self._waiting = gauge(table.NUM_REQUESTS_WAITING)
+        self._kv_usage = gauge(table.KV_CACHE_USAGE_PERC)
+        table.CACHE_CONFIG_INFO.gauge(registry).labels(model, str(block_size), str(num_blocks)).set(1)
+        self._preemptions = table.NUM_PREEMPTIONS.series(registry, model)
+        self._prompt_tokens = table.PROMPT_TOKENS.series(registry, model)
+        self._generation_tokens = table.GENERATION_TOKENS.series(registry, model)
+        self._prefix_queries = table.PREFIX_CACHE_QUERIES.series(registry, model)
+        self._prefix_hits = table.PREFIX_CACHE_HITS.series(registry, model)
+        self._draft_tokens = table.SPEC_DECODE_NUM_DRAFT_TOKENS.series(registry, model)
+        self._accepted_tokens = table.SPEC_DECODE_NUM_ACCEPTED_TOKENS.series(registry, model)
+        self._ttft = table.TIME_TO_FIRST_TOKEN_SECONDS.series(registry, model)
+        self._itl = table.INTER_TOKEN_LATENCY_SECONDS.series(registry, model)
+        self._queue_time = table.REQUEST_QUEUE_TIME_SECONDS.series(registry, model)
+        self._e2e = table.E2E_REQUEST_LATENCY_SECONDS.series(registry, model)
+        self._finished = table.FINISHED_SEQUENCES.family(registry)
+        self._discarded = table.DISCARDED_TOKENS.series(registry, model)
+        self._wasted = table.WASTED_TOKENS.series(registry, model)
+        self._wasted_each = table.WASTED_TOKENS_PER_CANCEL.series(registry, model)
+        self._queued_prefill = gauge(table.QUEUED_PREFILL_TOKENS)
+        self._cached_blocks = gauge(table.CACHED_BLOCKS)
         # As in vLLM: the time of the last change, under labels that say what it was.
-        self._adapters = Gauge(
-            "vllm:lora_requests_info",
-            "Adapters of running and of waiting sequences, and how many can be loaded, as labels. Unit: seconds since "
-            "1970, of the last change.",
-            ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
-            registry=registry,
-        )
-        self._adapter_loads = counter("kvloom_shard_adapter_loads", "Adapters loaded by the engine. Unit: loads.")
-        self._adapter_evictions = counter(
-            "kvloom_shard_adapter_evictions", "Adapters that the engine has dropped from its memory. Unit: evictions."
-        )
+        self._adapters = table.LORA_REQUESTS_INFO.gauge(registry)
+        self._adapter_loads = table.ADAPTER_LOADS.series(registry, model)
+        self._adapter_evictions = table.ADAPTER_EVICTIONS.series(registry, model)
         # Without owners: metrics of shards are open, and the number of owners would be, too.
-        self._kv_shares = Gauge(
-            "kvloom_shard_kv_share_blocks",
-            "KV blocks of all guaranteed shares together, as of the last step: kept by their owners, lent to others, "
-            "or held by owners beyond their shares. Unit: blocks.",
-            ["model", "use"],
-            registry=registry,
-        )
-        self._kv_last_resorts = counter(
-            "kvloom_shard_kv_share_last_resorts",
-            "Cached blocks evicted although a guaranteed share protected them, as nothing else was left. Unit: blocks.",
-        )
-        self._lost_reports = Gauge(
-            "kvloom_shard_lost_reports",
-            "What TensorRT-LLM has stopped to report although it works: statistics (the load is then an estimate) or "
-            "kv_events (routers then see an empty cache). Unit: 1 while lost, else 0.",
-            ["model", "report"],
-            registry=registry,
-        )
+        self._kv_shares = table.KV_SHARE_BLOCKS.gauge(registry)
+        self._kv_last_resorts = table.KV_SHARE_LAST_RESORTS.series(registry, model)
+        self._lost_reports = table.LOST_REPORTS.gauge(registry)
         self._lost_reports_seen: tuple[str, ...] = ()
         self._model = model
         self._num_kv_last_resorts_seen = 0
-        self._routers = gauge(
-            "kvloom_shard_connected_routers", "Routers with an open stream to this shard now. Unit: routers."
-        )
+        self._routers = gauge(table.CONNECTED_ROUTERS)
 
     def on_new_engine(self) -> None:
         """The engine's counts begin at 0 again."""
@@ -221,7 +130,7 @@ class ShardMetrics:
         self._ttft.observe(ttft_seconds)
 
     def on_finish(self, reason: FinishReason.ValueType, e2e_latency_seconds: float) -> None:
-        self._finished.labels(FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()).inc()
+        self._finished.labels(FINISH_REASON_NAMES[reason]).inc()
         self._e2e.observe(e2e_latency_seconds)
 
     def on_unwanted_end(self, num_wasted_tokens: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Final
@@ -30,6 +31,7 @@ from kvloom_common.process import service
 from kvloom_common.process.access_log import AccessLog
 from kvloom_common.process.freed_memory import return_freed_memory
 from kvloom_common.text.detokenizer import TokenText
+from kvloom_common.tracing.tracer import Tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
@@ -40,6 +42,7 @@ from shard_server.engines.base import Capability, Engine, EngineError, EngineInf
 from shard_server.metrics import ShardMetrics
 from shard_server.shard_servicer import DrainOrder, ShardServicer
 from shard_server.spot_notice import SpotNotices
+from shard_server.tracing import SequenceTracer
 
 log = structlog.get_logger()
 
@@ -83,12 +86,15 @@ class ShardServer:
         free_memory: Callable[[], None] = free_memory,
         notices: SpotNotices | None = None,
         on_leave: Callable[[], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`advertised_address` is the host:port that is registered for routers; "" registers the listening address.
         `card` is that of the model; without it, routers need the model's files. `make_engine`
         makes another engine like `engine`, in a thread; without it, the shard cannot sleep. `free_memory` is
         called in a thread when an engine was closed or replaced. `on_leave` is called when the shard begins to end for
         good, by a notice or a Drain call; without it, it does not end by itself."""
+        self.tracer = tracer
+        """None: there are no traces."""
         self._notices = notices
         self._on_leave = on_leave
         self._leaves = asyncio.Event()
@@ -135,7 +141,8 @@ class ShardServer:
         info = self._engine.info
         if self._config.shard.role and Capability.KV_HANDOFF not in info.capabilities:
             raise service.StartError(
-                f"shard.role: the engine {info.engine} hands no KV over as it is configured (docs/disaggregation.md)"
+                f"shard.role: the engine {info.engine} hands no KV over as it is configured "
+                "(docs/how-to/disaggregation.md)"
             )
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
@@ -154,11 +161,12 @@ class ShardServer:
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
             access_log=AccessLog(self._config.log),
+            tracer=self._new_tracer(info.model),
         )
         await self._multiplexer.adapters.use(self._engine)
         for adapter in self._config.model.adapters:
             await self._multiplexer.adapters.add_configured(adapter.name, adapter.path)
-        drain_timeout_seconds = self._config.shard.drain_timeout_seconds
+        drain_timeout_seconds = self._config.fabric.drain_timeout_seconds
         servicer = ShardServicer(self._multiplexer, self._on_drain_call, self._sleep, self._wake, drain_timeout_seconds)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server, self._trust.may_call))
         add_ModelCardServiceServicer_to_server(
@@ -166,7 +174,7 @@ class ShardServer:
         )
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = add_health_and_reflection(
-            self._server, SERVICE_NAMES, with_reflection=self._config.shard.reflection
+            self._server, SERVICE_NAMES, with_reflection=self._config.fabric.reflection
         )
         self._engine_task = asyncio.create_task(self._multiplexer.run(), name="engine steps")
         await self._local_server.start(address)
@@ -210,6 +218,11 @@ class ShardServer:
             await announcer.close()
             raise service.StartError(str(error)) from error
 
+    def _new_tracer(self, model: str) -> SequenceTracer | None:
+        if self.tracer is None:
+            return None
+        return SequenceTracer(self.tracer, self._shard_id, model, time.monotonic)
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set or notice is given, then drain and stop. Raises EngineError when the engine dies."""
         stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -245,7 +258,7 @@ class ShardServer:
         loop = asyncio.get_running_loop()
         if self._ends_at is None:
             await self._set_draining(True)
-            self._ends_at = loop.time() + self._config.shard.drain_timeout_seconds
+            self._ends_at = loop.time() + self._config.fabric.drain_timeout_seconds
         idle = asyncio.create_task(self._multiplexer.wait_idle(), name="drain")
         while not (idle.done() or self._engine_task.done()) and loop.time() < self._ends_at:
             await asyncio.wait(

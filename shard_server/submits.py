@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -64,35 +64,36 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
         return [_pooled_request(submit, prompt, info, serial, origin, root)]
     if Capability.EMBED in info.capabilities and Capability.GENERATE not in info.capabilities:
         raise unsupported(f"{info.model} generates no text: it gives embeddings only.", "model")
-    check_sampling(submit.sampling, "sampling.")
-    check_stop(submit.stop, "stop.")
-    check_prompt_logprobs(submit.sampling, len(prompt), len(submit.choices))
+    sampling, stop = submit.sampling, submit.stop
+    check_sampling(sampling, "sampling.")
+    check_stop(stop, "stop.")
+    check_prompt_logprobs(sampling, len(prompt), len(submit.choices))
     _check_capabilities(submit, info)
-    logit_bias = tuple(sorted(submit.sampling.logit_bias.items()))
+    logit_bias = tuple(sorted(sampling.logit_bias.items()))
     if logit_bias and logit_bias[-1][0] >= info.vocab_size:
         raise _unknown_token(logit_bias[-1][0], info, "sampling.logit_bias")
-    predicted = submit.sampling.predicted_token_ids[:]
+    predicted = sampling.predicted_token_ids[:]
     if predicted:
         _check_token_ids(predicted, info, "sampling.predicted_token_ids")
     max_tokens = _max_tokens(submit, len(prompt), info)
-    if submit.stop.min_tokens > max_tokens:
-        message = f"min_tokens is {submit.stop.min_tokens}, but the answer may have at most {max_tokens} tokens."
+    if stop.min_tokens > max_tokens:
+        message = f"min_tokens is {stop.min_tokens}, but the answer may have at most {max_tokens} tokens."
         raise invalid_argument(message, "stop.min_tokens")
-    stop_token_ids = frozenset(submit.stop.stop_token_ids)
-    if not submit.stop.ignore_eos:
+    stop_token_ids = frozenset(stop.stop_token_ids)
+    if not stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
-    guide = guide_of(submit.sampling, info.capabilities) if submit.sampling.HasField("guide") else None
+    guide = guide_of(sampling, info.capabilities) if sampling.HasField("guide") else None
     kv_share = KvShare(submit.kv_share.owner, submit.kv_share.percent) if submit.HasField("kv_share") else None
     class_rank = submit.class_rank if submit.HasField("class_rank") else INTERACTIVE_RANK
-    seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
+    seed = sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
     return [
         EngineRequest(
             request_id=f"{submit.request_id}#{submit.attempt_id}.{choice.index}/{serial}",
             prompt_token_ids=prompt,
-            sampling=_sampling(submit.sampling, choice_seed(seed, choice.index), logit_bias, choice),
+            sampling=_sampling(sampling, choice_seed(seed, choice.index), logit_bias, choice),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
-            min_tokens=submit.stop.min_tokens,
+            min_tokens=stop.min_tokens,
             predicted_token_ids=predicted,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
             num_expected_cached_tokens=submit.num_expected_cached_tokens,
@@ -189,12 +190,13 @@ def _structural_tags(wanted: StructuralTags) -> str:
 
 def _max_tokens(submit: ShardSubmit, num_prompt_tokens: int, info: EngineInfo) -> int:
     left = info.max_model_len - num_prompt_tokens
-    max_tokens = submit.stop.max_tokens if submit.stop.HasField("max_tokens") else left
+    stop = submit.stop
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else left
     if left < 1 or max_tokens > left:
         raise context_length_exceeded(
             info.max_model_len,
             num_prompt_tokens,
-            max_tokens if submit.stop.HasField("max_tokens") else None,
+            max_tokens if stop.HasField("max_tokens") else None,
             "prompt_token_ids",
             "stop.max_tokens",
         )
@@ -232,36 +234,65 @@ def _unknown_token(token_id: int, info: EngineInfo, field: str) -> KvloomError:
     return invalid_argument(f"Token id {token_id} is not in the vocabulary of {info.vocab_size} tokens.", field)
 
 
+def _wants_free_structures(submit: ShardSubmit) -> bool:
+    guide = submit.sampling.guide
+    return guide.WhichOneof("form") == "structural_tags" and not guide.structural_tags.json_schema
+
+
+def _wants_repetition_penalty(submit: ShardSubmit) -> bool:
+    sampling = submit.sampling
+    return sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1
+
+
+_NEEDS: Final[Sequence[tuple[Capability, Callable[[ShardSubmit], object], str, str]]] = (
+    (
+        Capability.LOGPROBS,
+        lambda submit: submit.sampling.HasField("logprobs"),
+        "sampling.logprobs",
+        "gives no logprobs",
+    ),
+    (
+        Capability.PROMPT_LOGPROBS,
+        lambda submit: submit.sampling.HasField("prompt_logprobs"),
+        "sampling.prompt_logprobs",
+        "gives no prompt_logprobs",
+    ),
+    (Capability.GUIDED, lambda submit: submit.sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
+    (
+        Capability.STRUCTURAL_TAGS,
+        _wants_free_structures,
+        GUIDE_FIELD,
+        "cannot guide structures in free text, as strict tools need it",
+    ),
+    (Capability.TOP_K, lambda submit: submit.sampling.top_k, "sampling.top_k", "has no top_k"),
+    (
+        Capability.PENALTIES,
+        lambda submit: submit.sampling.presence_penalty,
+        "sampling.presence_penalty",
+        "has no penalties",
+    ),
+    (
+        Capability.PENALTIES,
+        lambda submit: submit.sampling.frequency_penalty,
+        "sampling.frequency_penalty",
+        "has no penalties",
+    ),
+    (Capability.MIN_P, lambda submit: submit.sampling.min_p, "sampling.min_p", "has no min_p"),
+    (
+        Capability.REPETITION_PENALTY,
+        _wants_repetition_penalty,
+        "sampling.repetition_penalty",
+        "has no repetition_penalty",
+    ),
+    (Capability.LOGIT_BIAS, lambda submit: submit.sampling.logit_bias, "sampling.logit_bias", "has no logit_bias"),
+    (Capability.MIN_TOKENS, lambda submit: submit.stop.min_tokens, "stop.min_tokens", "has no min_tokens"),
+)
+"""A capability, how a request shows that it needs it, the field to name, and the complaint. In the order of checks."""
+
+
 def _check_capabilities(submit: ShardSubmit, info: EngineInfo) -> None:
-    """Raise KvloomError for the first parameter that would have an effect which this engine does not offer."""
-    sampling, has = submit.sampling, info.capabilities
-    for capability, is_asked, field, what in (
-        (Capability.LOGPROBS, sampling.HasField("logprobs"), "sampling.logprobs", "gives no logprobs"),
-        (
-            Capability.PROMPT_LOGPROBS,
-            sampling.HasField("prompt_logprobs"),
-            "sampling.prompt_logprobs",
-            "gives no prompt_logprobs",
-        ),
-        (Capability.GUIDED, sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
-        (
-            Capability.STRUCTURAL_TAGS,
-            sampling.guide.WhichOneof("form") == "structural_tags" and not sampling.guide.structural_tags.json_schema,
-            GUIDE_FIELD,
-            "cannot guide structures in free text, as strict tools need it",
-        ),
-        (Capability.TOP_K, sampling.top_k, "sampling.top_k", "has no top_k"),
-        (Capability.PENALTIES, sampling.presence_penalty, "sampling.presence_penalty", "has no penalties"),
-        (Capability.PENALTIES, sampling.frequency_penalty, "sampling.frequency_penalty", "has no penalties"),
-        (Capability.MIN_P, sampling.min_p, "sampling.min_p", "has no min_p"),
-        (
-            Capability.REPETITION_PENALTY,
-            sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-            "sampling.repetition_penalty",
-            "has no repetition_penalty",
-        ),
-        (Capability.LOGIT_BIAS, sampling.logit_bias, "sampling.logit_bias", "has no logit_bias"),
-        (Capability.MIN_TOKENS, submit.stop.min_tokens, "stop.min_tokens", "has no min_tokens"),
-    ):
-        if is_asked and capability not in has:
+    """Raise KvloomError for the first parameter that would have an effect which this engine does not offer. A request
+    is only asked for what is not offered."""
+    for capability, is_needed, field, what in _NEEDS:
+        if capability not in info.capabilities and is_needed(submit):
             raise unsupported(f"{info.model} {what} here.", field)

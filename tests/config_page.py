@@ -1,4 +1,4 @@
-"""Writes the parts of docs/configuration.md that derive from the definition of the keys.
+"""Writes the parts of docs/reference/configuration.md that derive from the definition of the keys.
 
 It is called as `python -m tests.config_page`."""
 
@@ -21,7 +21,7 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.config.keys import said_beside
 from kvloom_common.config.section import AT_START, BY_ALL, FOLLOWED, Flag, ReadBy, Section
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "configuration.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 _WIDTH: Final = 116
 _ROLES: Final = {
     AT_START.roles: "`kvloom down` and `up`; of a model's files: `kvloom models unload NAME`, then `kvloom reload`",
@@ -34,6 +34,7 @@ _PROCESSES: Final = {
     "shard": "shards",
     "safety": "the safety service",
     "control": "the control service",
+    "orchestrator": "the orchestrator",
 }
 
 
@@ -41,7 +42,7 @@ def page_with_derived_parts(page: str) -> str:
     for name, text in (("keys", "\n".join(_keys())), ("tables", _tables()), ("readers", _readers())):
         begin, end = f"<!-- derived: {name} -->\n", "<!-- end -->"
         head, found, rest = page.partition(begin)
-        assert found, f"docs/configuration.md has no {begin}"
+        assert found, f"docs/reference/configuration.md has no {begin}"
         page = f"{head}{begin}\n{text}\n\n{end}{rest.partition(end)[2]}"
     return page
 

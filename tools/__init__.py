@@ -9,12 +9,14 @@ supervisor/          runs the processes of a fabric
 models/              finds, registers and prepares models
 colocated.py         an edge with a router inside
 many_shards.py       several simulated shards in one process
+audit/               `kvloom audit`: the log of what the safety policy has found
 receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again
 doctor/              `kvloom doctor`: checks an engine on this machine
+plan/                `kvloom plan`: how many shards a load needs
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
 usage/               `kvloom usage`: what was used, and whether that is what was delivered
+scaler/              `kvloom scaler`: how many shards each model needs, for KEDA
 bench/               `kvloom bench`: what this machine reaches
 stable_hash.py       a hash that is the same in every process
 interpreter.py       the Python that runs
-process_counters.py  CPU time, context switches and memory of processes
 """

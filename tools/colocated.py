@@ -54,7 +54,7 @@ async def serve(options: argparse.Namespace) -> None:
 
     await link.start()
     try:
-        with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.is_pinned_to_cpu):
+        with kept_on_one_cpu(instance_number(options.name), wanted=config.fabric.is_pinned_to_cpu):
             async with following(trust, router_metrics.until(stop)), asyncio.TaskGroup() as tasks:
                 tasks.create_task(router.serve(edge_has_ended), name="router")
                 tasks.create_task(serve_edge_side(), name="edge")

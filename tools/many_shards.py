@@ -26,13 +26,14 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import FabricTrust, load_trust
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
+from shard_server.engines.engine_kinds import engine_kind
 from shard_server.server import ShardServer
 from tools.supervisor.process_specs import shard_name
 
 
 async def serve(config: KvloomConfig, first: int, count: int, model: str = "") -> None:
     """Until SIGTERM or SIGINT. Raises StartError; ends with status 1 when an engine dies."""
-    if config.shard.engine != "sim":
+    if engine_kind(config.shard.engine).shards_per_process is None:
         raise StartError(f"several shards in a process: only simulated ones (shard.engine is {config.shard.engine!r})")
     stop = stop_event()
     tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))

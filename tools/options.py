@@ -54,7 +54,7 @@ class EngineName(click.ParamType):
     name = "engine"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from shard_server.engines.engine_plugins import ENGINES  # every command imports this module
+        from shard_server.engines.engine_kinds import ENGINES  # every command imports this module
 
         names = ENGINES.names()
         if value not in names:

@@ -21,7 +21,7 @@ MAX_MODELS: Final = 256
 MAX_MODELS_BYTES: Final = 16 * 2**10
 """The names of one entry have at most so many bytes together, in UTF-8: every edge and router keeps them."""
 MAX_CLASSES: Final = 18
-"""Those that may be declared (docs/scheduling.md), and the built-in ones."""
+"""Those that may be declared (docs/concepts/scheduling.md), and the built-in ones."""
 MAX_TIME: Final = 253_402_300_800.0
 """The year 10000."""
 

@@ -19,7 +19,6 @@ from control.directory import names
 from kvloom.errors import KvloomError
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import ControlConfig
 from kvloom_common.tenancy.table import EXPIRED_SECONDS
 
 MAX_QUOTA: Final = 2**31 - 1
@@ -32,20 +31,19 @@ _COUNTED: Final = {"key": "max_keys", "tenant": "max_projects", "user": "max_use
 
 
 class Quotas(msgspec.Struct, frozen=True):
-    """Those of an organisation that has none of its own."""
+    """Those of an organisation that has none of its own. The operator gives a larger one larger quotas."""
 
     max_keys: int = 10_000
+    """Keys that were revoked or have long expired do not count."""
     max_projects: int = 1_000
     max_users: int = 10_000
     max_entry_bytes: int = 16 * 2**20
-
-
-def configured(config: ControlConfig) -> Quotas:
-    return Quotas(config.max_keys, config.max_projects, config.max_users, config.max_entry_bytes)
+    """The size of keys and projects together, which each edge and router keeps in memory: the texts that were given,
+    and `ENTRY_BYTES` each."""
 
 
 def stored(given: pb.Quotas) -> dict[str, int]:
-    """The column of quotas that differ from the configured ones. Raises KvloomError (INVALID_ARGUMENT)."""
+    """The column of quotas that differ from the usual ones. Raises KvloomError (INVALID_ARGUMENT)."""
     found = {name: getattr(given, name) for name in Quotas.__struct_fields__}
     for name, value in found.items():
         names.integer(value, MAX_QUOTA, f"organisation.quotas.{name}")

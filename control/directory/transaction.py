@@ -10,10 +10,10 @@ from typing import Any, Final, Literal
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.database.schema import audit, changes, limit_tiers, table_state, used_ids
 from control.directory import quotas
 from control.directory.actor import Actor, failed_precondition
+from kvloom_common.database.database import Database
 
 Kind = Literal["organisation", "tenant", "key", "prices"]
 IdKind = Literal["organisation", "tenant", "user"]

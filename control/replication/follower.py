@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.directory.transaction import read_tiers
 from control.replication.changelog import TableState, read_changes, read_state
 from control.replication.entries import read_keys, read_organisations, read_prices, read_tenants
 from control.replication.versions import Versions
 from kvloom.v1.control_service_pb2 import FollowResponse, Price
+from kvloom_common.database.database import Database
 
 MAX_PART_ENTRIES: Final = 500
 MAX_PART_BYTES: Final = 2**20

@@ -13,10 +13,10 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
-from control.database.failures import DATABASE_ERRORS
 from control.directory.transaction import VERSIONS_CHANNEL
 from control.replication.changelog import read_state
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS
 
 log = structlog.get_logger()
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import structlog
 
-from control.database.database import Database
-from control.database.failures import DATABASE_ERRORS, database_error
 from control.directory import keys
 from control.replication.follower import Follower
 from control.replication.versions import Versions
@@ -28,6 +26,8 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesResponse,
 )
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS, database_error
 
 log = structlog.get_logger()
 

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import structlog
 
-from control.database.database import Database
-from control.database.failures import DATABASE_ERRORS, database_error
 from control.directory.actor import Actor, actor_from_metadata
 from control.directory.methods import READS, WRITES
 from control.directory.quotas import Quotas
@@ -19,6 +17,8 @@ from control.service.metrics import CALLS
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import directory_service_pb2_grpc
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS, database_error
 
 log = structlog.get_logger()
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY
 
-FOLLOWERS: Final = Gauge(
-    "kvloom_control_followers", "Edges and routers that follow the table of tenants now. Unit: streams."
-)
-SNAPSHOTS: Final = Counter(
-    "kvloom_control_snapshots", "Whole tables that followers were sent, instead of changes. Unit: snapshots."
-)
-CALLS: Final = Counter(
-    "kvloom_control_calls",
-    "Calls of administrators, by method and the error's reason, which is empty for a success. Unit: calls.",
-    ("method", "reason"),
-)
+from control import metric_table as table
+
+FOLLOWERS: Final = table.FOLLOWERS.gauge(REGISTRY)
+SNAPSHOTS: Final = table.SNAPSHOTS.series(REGISTRY)
+CALLS: Final = table.CALLS.family(REGISTRY)

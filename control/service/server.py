@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Final
 
 import grpc
 import structlog
 
-from control.database.database import Database, DatabaseInUseError, open_database
-from control.database.failures import DATABASE_ERRORS
-from control.database.migrate import MigrationError, migrate
-from control.database.url import database_url
-from control.directory.quotas import configured
+from control.database.migrate import FOLDER
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
 from control.service.directory_servicer import DirectoryServicer
@@ -29,27 +24,28 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom_common.access.exposure import is_loopback
+from kvloom_common.backend import serve_announced
 from kvloom_common.config import KvloomConfig
-from kvloom_common.discovery.announcer import announced_process, fabric_host, process_record
-from kvloom_common.discovery.records import NameTakenError
+from kvloom_common.database.database import Database
+from kvloom_common.database.opening import opened
+from kvloom_common.database.url import database_url
+from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom_common.process.service import (
     SERVER_OPTIONS,
-    ReadyLine,
     StartError,
-    announce_ready,
     bind,
     set_serving,
     sharing_port,
     stop_event,
 )
-from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
 
+FILE_NAME: Final = "control.db"
 SERVICE_NAMES: Final = [
     control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
     directory_service_pb2.DESCRIPTOR.services_by_name["DirectoryService"].full_name,
@@ -57,9 +53,6 @@ SERVICE_NAMES: Final = [
 ]
 STOP_GRACE_SECONDS: Final = 2.0
 """For calls that run when the process is to stop; the streams of followers end at once."""
-DATABASE_RETRY_SECONDS: Final = 1.0
-DATABASE_PATIENCE_SECONDS: Final = 30.0
-"""How long a start waits for a PostgreSQL server that does not answer."""
 MAX_CONCURRENT_RPCS: Final = 8192
 
 
@@ -77,8 +70,9 @@ async def serve(
     if not trust.has_secret and not is_loopback(host):
         raise StartError(f"control trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)")
     stopping = stop_event()
+    url = database_url(config.control.database_url, "control.database_url", Path(config.data_dir) / FILE_NAME)
     # A task that fails ends the process, which is started again.
-    async with _opened(config) as database, asyncio.TaskGroup() as tasks:
+    async with opened(url, FOLDER) as database, asyncio.TaskGroup() as tasks:
         versions = Versions(database)
         owned = [
             tasks.create_task(versions.run(), name="versions"),
@@ -116,56 +110,17 @@ async def _serve(
 ) -> None:
     checked = CheckedServer(server, trust.may_call)
     control_service_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(database, versions), checked)
-    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(
-        DirectoryServicer(database, versions, quotas=configured(config.control)), checked
-    )
+    directory_service_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryServicer(database, versions), checked)
     usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageServicer(database), checked)
     health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
     await server.start()
     await set_serving(health, SERVICE_NAMES, serving=True)
     log.info("control_started", address=address, database=database.engine.dialect.name)
     try:
-        async with (
-            announced_process(config, "control", process_record(config, name, address), trust.sealer),
-            following(metrics.until(stopping)),
-        ):
-            announce_ready(ReadyLine(address, metrics.address))
-            await stopping.wait()
-    except NameTakenError as error:
+        await serve_announced(config, "control", name, address, metrics, trust, stopping)
+    except StartError:
         await server.stop(None)
-        raise StartError(str(error)) from error
+        raise
     await set_serving(health, SERVICE_NAMES, serving=False)
     versions.close()
     await server.stop(STOP_GRACE_SECONDS)
-
-
-@contextlib.asynccontextmanager
-async def _opened(config: KvloomConfig) -> AsyncIterator[Database]:
-    """The database, with the tables of this version. Raises StartError and ConfigError."""
-    url = database_url(config)
-    shown = url.render_as_string(hide_password=True)
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            database = await stack.enter_async_context(open_database(url))
-            await _migrate(database, shown)
-        except (DatabaseInUseError, MigrationError) as error:
-            raise StartError(str(error)) from error
-        except OSError as error:
-            raise StartError(f"the database {shown} cannot be opened: {error.strerror or error}") from error
-        yield database
-
-
-async def _migrate(database: Database, shown: str) -> None:
-    """Raises StartError and MigrationError. A PostgreSQL server that is only just starting is waited for."""
-    deadline = asyncio.get_running_loop().time() + DATABASE_PATIENCE_SECONDS
-    while True:
-        try:
-            return await migrate(database)
-        except DATABASE_ERRORS as error:
-            cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
-            # A file that is locked may be waited for, and nothing else that is wrong with one.
-            is_lasting = database.is_sqlite and "locked" not in cause
-            if is_lasting or asyncio.get_running_loop().time() >= deadline:
-                raise StartError(f"the database {shown} cannot be used: {cause}") from error
-            log.warning("database_awaited", database=shown, cause=cause)
-            await asyncio.sleep(DATABASE_RETRY_SECONDS)

@@ -11,4 +11,5 @@ webhook.py          sends those notices
 servicer.py         the RPCs about usage and budgets
 work.py             what the control process runs for usage
 metrics.py          how far the consumer has come
+spend.py            what each tenant has spent in this month, as a metric
 """

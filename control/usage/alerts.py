@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.database.usage_tables import budget_alerts, budget_spending
 from control.usage.account_limits import hard_limits
 from control.usage.accounts import Budget
+from kvloom_common.database.database import Database
 
 
 async def spent_of(connection: AsyncConnection, budget: Budget) -> int:

@@ -17,16 +17,16 @@ import redis.exceptions
 import sqlalchemy.exc
 import structlog
 
-from control.database.database import Database
 from control.usage.ledger import forget_records, store
 from control.usage.metrics import UsageMetrics
+from kvloom_common.database.database import Database
 from kvloom_common.process.cancellation import raise_if_cancelled
-from kvloom_common.tenancy.usage_stream import GROUP, UsageEntry, UsageStream
+from kvloom_common.tenancy.usage_stream import GROUP, Stored, UsageEntry, UsageStream
 
 log = structlog.get_logger()
 
-MAX_ENTRIES: Final = 16
-"""How many entries, of up to 256 records, are stored in one transaction."""
+MAX_ENTRIES: Final = 4
+"""How many entries, of up to 256 records, are stored in one transaction. Leases of budgets wait for its end."""
 BLOCK_MILLISECONDS: Final = 500
 """How long a read waits for entries: less than the client's time limit."""
 CLAIM_SECONDS: Final = 5.0
@@ -130,7 +130,10 @@ class UsageConsumer:
             except ValueError as error:
                 self._metrics.unreadable.inc()
                 log.warning("usage_entry_skipped", cause=str(error)[:200])
-        stored = await store(self._database, entries, self._alert_percents, time.time()) if entries else {}
+        stored: dict[str, Stored] = {}
+        if entries:
+            storing = store(self._database, entries, self._alert_percents, time.time())
+            stored = await self._database.uninterrupted(storing)
         ids = [entry_id for entry_id, _ in raw_entries]
         pipeline = self._client.pipeline(transaction=True)
         for producer, known in stored.items():
@@ -144,7 +147,8 @@ class UsageConsumer:
         if not self._keep_seconds or time.monotonic() < self._forget_at:
             return
         self._forget_at = time.monotonic() + FORGET_EVERY_SECONDS
-        count = await forget_records(self._database, time.time() - self._keep_seconds)
+        forgetting = forget_records(self._database, time.time() - self._keep_seconds)
+        count = await self._database.uninterrupted(forgetting)
         log.info("usage_records_deleted", num_records=count)
 
     def _note_failure(self, part: str, error: Exception) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.database.usage_tables import budget_leases, usage_producers
 from control.usage.account_limits import hard_limits
 from control.usage.accounts import Budget
 from control.usage.alerts import spent_of
 from control.usage.ledger import lock_usage, put
 from kvloom.v1.control_service_pb2 import BudgetChange, BudgetGrant, BudgetName
+from kvloom_common.database.database import Database
 
 
 class ProducerClosedError(Exception):

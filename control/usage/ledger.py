@@ -14,11 +14,11 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.database.usage_tables import budget_leases, budget_spending, usage_daily, usage_producers, usage_records
 from control.usage.account_limits import key_accounts
 from control.usage.accounts import SUMS, Budget, Deltas
 from control.usage.alerts import note_thresholds
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.usage_record import UsageRecord, counting
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 

@@ -10,7 +10,6 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.database.database import Database
 from control.database.usage_tables import usage_daily, usage_records
 from control.usage.account_limits import hard_limits, key_accounts
 from control.usage.accounts import SUMS, Budget, accounts_of, day_of
@@ -18,6 +17,7 @@ from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.usage_record import UsageRecord, counting
 
 MAX_ROWS: Final = 10_000
@@ -90,14 +90,19 @@ async def answers_of(database: Database, request: pb.ListAnswersRequest) -> Asyn
         if request.ended_before:
             in_time = in_time.where(records.ended_at < request.ended_before)
         in_time = in_time.distinct().order_by(records.request_id).limit(MAX_LISTED)
-        async with database.reading() as connection:
-            names = list(await connection.scalars(in_time))
-            if not names:
-                return
-            of_these = sa.select(records.record).where(records.request_id.in_(names))
-            encoded = list(await connection.scalars(of_these))
+        names, encoded = await database.uninterrupted(_named(database, in_time))
+        if not names:
+            return
         after = names[-1]
         yield _answers(encoded, request)
+
+
+async def _named(database: Database, query: sa.Select[str]) -> tuple[list[str], list[bytes]]:
+    """The request ids that the query finds, and all of their records."""
+    async with database.reading() as connection:
+        names = list(await connection.scalars(query))
+        of_these = sa.select(usage_records.c.record).where(usage_records.c.request_id.in_(names))
+        return names, list(await connection.scalars(of_these)) if names else []
 
 
 def _answers(encoded: Sequence[bytes], request: pb.ListAnswersRequest) -> list[pb.MeteredAnswer]:

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import grpc
 
-from control.database.database import Database
-from control.database.failures import DATABASE_ERRORS, database_error
 from control.usage.leases import ProducerClosedError, change_leases
 from control.usage.report import answers_of, budgets_of, usage_of
 from kvloom.errors import KvloomError, invalid_argument
@@ -18,6 +16,8 @@ from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1 import usage_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import LeaseBudgetsRequest, LeaseBudgetsResponse
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS, database_error
 
 MAX_CHANGES: Final = 1024
 """In one request."""
@@ -32,7 +32,7 @@ class UsageServicer(usage_service_pb2_grpc.UsageServiceServicer):
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         try:
-            return await usage_of(self._database, request)
+            return await self._database.uninterrupted(usage_of(self._database, request))
         except ValueError as error:
             await abort(context, invalid_argument(str(error), "group_by"))
         except DATABASE_ERRORS as error:
@@ -42,7 +42,8 @@ class UsageServicer(usage_service_pb2_grpc.UsageServiceServicer):
         if not request.tenant:
             await abort(context, invalid_argument("tenant is required.", "tenant"))
         try:
-            budgets = await budgets_of(self._database, request.tenant, request.key_id, time.time())
+            asked = budgets_of(self._database, request.tenant, request.key_id, time.time())
+            budgets = await self._database.uninterrupted(asked)
         except DATABASE_ERRORS as error:
             await abort(context, database_error("GetBudgets", error))
         return pb.GetBudgetsResponse(budgets=budgets)
@@ -68,7 +69,7 @@ async def lease_budgets(database: Database, requests: AsyncIterator[LeaseBudgets
         if not all(change.number for change in request.changes):
             await abort(context, invalid_argument("Every change must have a number above 0.", "changes.number"))
         try:
-            grants = await change_leases(database, producer, request.changes)
+            grants = await database.uninterrupted(change_leases(database, producer, request.changes))
         except ProducerClosedError:
             message = f"{producer} has ended: all of its usage records are known."
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))

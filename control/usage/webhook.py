@@ -19,11 +19,12 @@ import sqlalchemy as sa
 import structlog
 from standardwebhooks import Webhook
 
-from control.database.database import Database
-from control.database.failures import DATABASE_ERRORS
 from control.database.usage_tables import budget_alerts
 from control.usage.metrics import UsageMetrics
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS
+from kvloom_common.transport.no_redirects import NoRedirects
 
 log = structlog.get_logger()
 
@@ -33,11 +34,6 @@ MAX_AT_A_TIME: Final = 16
 FIRST_RETRY_SECONDS: Final = 5.0
 MAX_RETRY_SECONDS: Final = 3600.0
 GIVE_UP_SECONDS: Final = 86_400.0
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
-        return None
 
 
 class AlertSender:
@@ -57,7 +53,7 @@ class AlertSender:
         self._webhook = Webhook(secret)
         self._metrics = metrics
         self._poll_seconds = poll_seconds
-        self._opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -77,14 +73,21 @@ class AlertSender:
             .order_by(alerts.num_tries, alerts.reached_at)
             .limit(MAX_AT_A_TIME)
         )
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(waiting)).all()
+        rows = await self._database.uninterrupted(self._rows(waiting))
         due = [row for row in rows if now >= row.reached_at + _wait_seconds(row.num_tries)]
         for row, was_sent in zip(due, await asyncio.gather(*map(self._send, due)), strict=True):
             self._metrics.alerts.labels("sent" if was_sent else "failed").inc()
             values = {"num_tries": row.num_tries + 1, "sent_at": now if was_sent else None}
-            async with self._database.writing() as connection:
-                await connection.execute(sa.update(budget_alerts).where(alerts.id == row.id).values(**values))
+            changed = sa.update(budget_alerts).where(alerts.id == row.id).values(**values)
+            await self._database.uninterrupted(self._execute(changed))
+
+    async def _rows(self, query: sa.Select[Any]) -> Sequence[Any]:
+        async with self._database.reading() as connection:
+            return (await connection.execute(query)).all()
+
+    async def _execute(self, statement: sa.Update) -> None:
+        async with self._database.writing() as connection:
+            await connection.execute(statement)
 
     async def _send(self, row: Any) -> bool:
         body = msgspec.json.encode(

@@ -10,11 +10,12 @@ import redis.asyncio.retry
 import redis.backoff
 import structlog
 
-from control.database.database import Database
 from control.usage.consumer import UsageConsumer
 from control.usage.metrics import UsageMetrics
+from control.usage.spend import SpendMetric
 from control.usage.webhook import AlertSender
 from kvloom_common.config import KvloomConfig
+from kvloom_common.database.database import Database
 from kvloom_common.discovery.redis_client import redis_client
 from kvloom_common.process.service import StartError
 from kvloom_common.tenancy.usage_stream import UsageStream
@@ -32,6 +33,7 @@ class UsageWork:
     def __init__(self, config: KvloomConfig, database: Database, sealer: Sealer, name: str) -> None:
         """Raises StartError for a webhook secret that cannot be used."""
         metrics = UsageMetrics()
+        self._spend = SpendMetric(database)
         control = config.control
         self._sender = None
         if control.webhook_urls:
@@ -56,6 +58,7 @@ class UsageWork:
         """Runs until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._spend.run(), name="spend metric")
                 if self._consumer is not None:
                     tasks.create_task(self._consumer.run(), name="usage consumer")
                 if self._sender is not None:

@@ -4,6 +4,8 @@ is a method of DirectoryService, which `control` serves.
 routes.py      which path is which method. Pure
 handler.py     answers administrators
 
+message_types.py  types of messages, for the OpenAPI document
+
 Only a fabric with tenants loads the others:
 
 requests.py    a path, a query and a body as the request of a method. Pure

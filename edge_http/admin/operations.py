@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Final
-
-import msgspec
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from typing import Final
 
 from edge_http.admin.handler import administer
+from edge_http.admin.message_types import type_of
 from edge_http.admin.routes import ADMIN_ROUTES, AdminRoute
 from edge_http.openapi.route import Route, Success
 from edge_http.wire.headers import REQUEST_ID
 from kvloom.v1 import directory_service_pb2
-
-_SCALARS: Final[dict[int, Any]] = {
-    FieldDescriptor.TYPE_STRING: str,
-    FieldDescriptor.TYPE_BOOL: bool,
-    FieldDescriptor.TYPE_DOUBLE: float,
-}
-
-
-@functools.cache
-def type_of(message: Descriptor) -> Any:
-    """A type with the fields of a message, none of which is required."""
-    fields: list[tuple[str, Any, Any]] = []
-    for field in message.fields:
-        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
-        kind = type_of(field.message_type) if is_message else _SCALARS.get(field.type, int)
-        fields.append((field.name, list[kind] if field.is_repeated else kind, msgspec.UNSET))
-    return msgspec.defstruct(message.name, fields, module=__name__, forbid_unknown_fields=True)
 
 
 def _operation(route: AdminRoute) -> Route:

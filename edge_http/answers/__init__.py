@@ -3,6 +3,8 @@
 answer.py             the base class: the sink of all choices, the end of the answer, and its usage
 bill.py               what an answer costs
 shape.py              the API whose format a response has, and the parser of the model's output
+moderated_answer.py   an answer whose end is held until it is judged
+restoring_answer.py   an answer in which hidden texts are put back
 parsed_output.py      the output of one choice, taken apart into text, reasoning and tool calls
 checked_output.py     the same of a demanded call, whose arguments are checked when it has ended
 joined_logprobs.py    the log-probabilities of an answer whose text a stop string may cut
@@ -10,6 +12,8 @@ collected_answer.py   an answer that is not streamed
 cascade_candidate.py  an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive
 streamed_answer.py    an answer that is streamed as server-sent events
+kept_answer.py        the same, stored before its last event is sent
+kept_chat.py          the same of a chat completion
 answer_part.py        the part of a streamed answer that one of several models writes
 continuation_prompt.py       what the model that continues an answer gets of it
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it

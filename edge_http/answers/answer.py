@@ -34,10 +34,9 @@ from kvloom_common.process.request_context import RequestContext
 
 log = structlog.get_logger()
 
-FINISH_REASONS: Final = {
+_FINISH_REASONS: Final = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
-    generation_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
 
 
@@ -122,13 +121,13 @@ class EdgeAnswer(abc.ABC):
         if finish.limited_by:
             self.limited_by = finish.limited_by
         try:
-            error = self._error_of(finish)
+            error = self._error_of(finish, has_started=index in self.starts)
             if error is not None:
                 self.fail(error)
                 return
             if self._joined:
                 self._add_late_logprobs(index, finish)
-            self._add_finish(index, ChoiceFinish(FINISH_REASONS[finish.reason], finish.stop_string))
+            self._add_finish(index, finish_of(finish))
             if not self.num_open and not self.ended.done():
                 self._complete()
                 self.ended.set_result(None)
@@ -282,14 +281,15 @@ class EdgeAnswer(abc.ABC):
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
 
-    def _error_of(self, finish: SequenceFinish) -> KvloomError | None:
+    def _error_of(self, finish: SequenceFinish, *, has_started: bool) -> KvloomError | None:
         """Returns the error that a finish stands for; None for a regular finish."""
         reason = finish.reason
         if reason in (generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH):
             return None
         if reason == generation_pb2.FINISH_REASON_CONTENT_FILTER:
-            # If nothing was generated, the prompt itself was refused, which is a client error.
-            if finish.num_output_tokens or self.num_output_tokens or self._is_visible:
+            # What was refused is the prompt, which is a client error, if the answer has not started: it starts with the
+            # verdict on the prompt.
+            if has_started or finish.num_output_tokens or self.num_output_tokens or self._is_visible:
                 return None
             message = finish.error.message or "The prompt was refused by the safety policy."
             return KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, message)
@@ -303,6 +303,13 @@ class EdgeAnswer(abc.ABC):
         # The link's reader calls this, which works for no particular request.
         log.exception("answer_broke", **(self.request_context.log_fields() if self.request_context else {}))
         self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
+
+
+def finish_of(finish: SequenceFinish) -> ChoiceFinish:
+    """Convert a regular finish."""
+    if finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER:
+        return ChoiceFinish("content_filter", refusal=finish.error.message)
+    return ChoiceFinish(_FINISH_REASONS[finish.reason], finish.stop_string)
 
 
 class PromptSink:

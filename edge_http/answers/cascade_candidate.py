@@ -37,6 +37,9 @@ class _HeldTokens:
         self.logprobs = logprobs
 
 
+Update = SequenceStart | _HeldTokens | SequenceFinish
+
+
 class _HeldChoice:
     """Collects what there is to judge of one choice."""
 
@@ -88,7 +91,7 @@ class CascadeCandidate(EdgeAnswer):
         self._shows_logprobs = shows_logprobs
         self._num_bytes = 0
         self._choices = [_HeldChoice() for _ in range(self.num_choices)]
-        self._updates: list[tuple[int, SequenceStart | _HeldTokens | SequenceFinish]] = []
+        self._updates: list[tuple[int, Update]] = []
 
     def candidates(self) -> Sequence[CandidateChoice]:
         """Returns what there is to judge, once the answer has ended without an error."""
@@ -152,11 +155,19 @@ class CascadeCandidate(EdgeAnswer):
     def _complete(self) -> None:
         pass
 
-    def _hold(self, index: int, update: SequenceStart | _HeldTokens | SequenceFinish, num_bytes: int) -> None:
+    def _keep_text(self, index: int, delta: str) -> None:
+        """Collect text that is not held."""
+        self._choices[index].texts.append(delta)
+        self._count(4 * len(delta))
+
+    def _hold(self, index: int, update: Update, num_bytes: int) -> None:
         self._updates.append((index, update))
-        self._num_bytes += UPDATE_BYTES + num_bytes
+        self._count(UPDATE_BYTES + num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
-            message = f"A candidate's answer had more than {self._max_bytes} bytes (edge.max_answer_bytes)."
+            message = f"An answer that is judged first had more than {self._max_bytes} bytes."
             self.fail(KvloomError(ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE, message))
             return
         try:

@@ -132,6 +132,7 @@ class CollectedAnswer(EdgeAnswer):
             finish = self._parsed[index].completed(finish)
         choice = self._choices[index]
         choice.finish_reason, choice.stop_string = finish.reason, finish.stop_string
+        choice.refusal = finish.refusal
 
     def _complete(self) -> None:
         pass
@@ -140,6 +141,5 @@ class CollectedAnswer(EdgeAnswer):
 def _too_large(max_bytes: int) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE,
-        f"The answer is larger than {max_bytes} bytes (edge.max_answer_bytes). Stream it, or ask for fewer choices, "
-        "tokens or logprobs.",
+        f"The answer is larger than {max_bytes} bytes. Stream it, or ask for fewer choices, tokens or logprobs.",
     )

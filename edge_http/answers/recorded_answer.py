@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from edge_http.answers.answer import FINISH_REASONS
+from edge_http.answers.answer import finish_of
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 from kvloom_common.parsers.events import Event, TextDelta
@@ -62,7 +61,7 @@ class RecordedAnswer(StreamedAnswer):
             formatter.output(index, events)
         if choice.is_done:
             finish = self.finishes[index]
-            ending = ChoiceFinish(FINISH_REASONS[finish.reason], finish.stop_string)
+            ending = finish_of(finish)
             if self._parsed:
                 formatter.output(index, self._parsed[index].finish())
                 ending = self._parsed[index].completed(ending)

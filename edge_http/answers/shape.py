@@ -17,6 +17,7 @@ from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
 from edge_http.openai.responses.formatter import ResponsesFormatter
+from edge_http.openai.responses.steady_formatter import RUN, SteadyFormatter
 from kvloom.conversation.tools import Tool
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.parsers.output_parser import make_parser
@@ -110,10 +111,14 @@ def _messages(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[st
     return MessagesFormatter(envelope, msgspec.convert(options, MessageOptions))
 
 
+def _responses(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:
+    return (SteadyFormatter if RUN in options else ResponsesFormatter)(envelope, tokenizer, options)
+
+
 FORMATS: Final[Mapping[str, Callable[[Envelope, ModelTokenizer, Mapping[str, Any]], ResponseFormatter]]] = {
     "chat": _chat,
     "completion": _completion,
-    "responses": ResponsesFormatter,
+    "responses": _responses,
     "messages": _messages,
 }
 """The formatter of each API."""

@@ -10,7 +10,7 @@ from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import ChoiceFinish, ResponseFormatter
-from edge_http.wire.headers import BROWNOUT, cache_use, degradation, explanation
+from edge_http.wire.headers import BROWNOUT, cache_use, explanation, start_headers
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -202,8 +202,8 @@ class StreamedAnswer(EdgeAnswer):
         details = None
         if self._with_details or self._with_receipt or self.limited_by:
             details = self.details(wanted=self._with_details)
-        if self._began_early and (told := degradation(self.first_start)):
-            details = {**(details or {}), "brownout": told[BROWNOUT]}
+        if self._began_early and (told := start_headers(self.first_start).get(BROWNOUT)):
+            details = {**(details or {}), "brownout": told}
         return {**(details or {}), "continued_by": self.continued_by} if self.continued_by else details
 
     def _open(self, index: int) -> None:
@@ -215,7 +215,7 @@ class StreamedAnswer(EdgeAnswer):
             more = explanation(self.first_start) if self._with_explanation else {}
             if self._with_cache_use:
                 more |= cache_use(start.result_cache for start in self.starts.values())
-            self._events.begin({**self._headers, **degradation(self.first_start), **more})
+            self._events.begin({**self._headers, **start_headers(self.first_start), **more})
         if self._counts:
             self._formatter.repeat_usage(self._counts[index])
         start = self.starts.get(index)

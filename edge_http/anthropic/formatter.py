@@ -104,7 +104,7 @@ class MessagesFormatter(ResponseFormatter):
         return sent
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
-        stop = self._stop(self._finish.reason, self._finish.stop_string)
+        stop = self._stop(self._finish)
         event: Json = {"type": "message_delta", "delta": stop, "usage": usage_object(usage())}
         if details:
             event["kvloom"] = details
@@ -136,7 +136,8 @@ class MessagesFormatter(ResponseFormatter):
         if not blocks:
             blocks.append([encode_json(_EMPTY_BLOCKS[PartKind.TEXT])])
         is_bare = choice.finish_reason == "tool_calls" and not num_good_calls
-        more = self._stop("stop" if is_bare else choice.finish_reason, choice.stop_string)
+        reason = "stop" if is_bare else choice.finish_reason
+        more = self._stop(ChoiceFinish(reason, choice.stop_string, choice.refusal))
         more["usage"] = usage_object(usage)
         if details:
             more["kvloom"] = details
@@ -178,13 +179,18 @@ class MessagesFormatter(ResponseFormatter):
         sent.append(named_event("content_block_stop", {"type": "content_block_stop", "index": index}))
         self._open = None
 
-    def _stop(self, reason: str, stop_string: str) -> Json:
-        if reason == "stop" and stop_string:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
+    def _stop(self, finish: ChoiceFinish) -> Json:
+        reason = finish.reason
+        if reason == "stop" and finish.stop_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
         shown = _STOP_REASONS[reason]
         if reason == "length" and self._options.is_cut_to_window:
             shown = "model_context_window_exceeded"
-        return {"stop_reason": shown, "stop_sequence": None}
+        stop: Json = {"stop_reason": shown, "stop_sequence": None}
+        if reason == "content_filter":
+            # Anthropic's categories are of its own policy: none of them is meant by a rule of this one.
+            stop["stop_details"] = {"type": "refusal", "category": None, "explanation": finish.refusal or None}
+        return stop
 
     def _content_block(self, part: Part) -> list[Buffer]:
         if part.kind is PartKind.TEXT:

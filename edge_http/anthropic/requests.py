@@ -93,6 +93,8 @@ class PromptBody(BodyPart, kw_only=True):
 class MessagesBody(PromptBody, kw_only=True):
     models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
     """An extension, as in chat completions: the models that take the request if `model` cannot."""
+    guardrails: list[str] | None = None
+    """An extension: rules of the safety policy that hold besides those that hold anyway."""
     max_tokens: int
     stream: bool | None = None
     temperature: float | None = None

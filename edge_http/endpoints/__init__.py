@@ -14,10 +14,17 @@ embedding_body.py  a tokenized request for embeddings, and the body of its respo
 embeddings.py  POST /v1/embeddings
 ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses
+background.py  background responses
+ownership.py   who owns stored objects
+keeping.py     brings streams to their end that are stored
+stored.py      responses that are stored: their context, how they are kept and found
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
 lora_adapters.py  POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter
+masking.py      hides personal data from models
+moderating.py   moderation in line
+wrapped_run.py  how an answer that is judged or has hidden texts comes to its end
 moderations.py  POST /v1/moderations
 tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name

@@ -16,10 +16,13 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.keeping import KeptRun
 from edge_http.endpoints.link_requests import link_requests
+from edge_http.endpoints.moderating import WantedModeration
 from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
+from edge_http.endpoints.wrapped_run import wrapped_run
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import PromptInput
 from edge_http.openai.prompt_report import PromptReport
@@ -28,7 +31,7 @@ from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
+from edge_http.submission import RunAnswer, RunAnyAnswer, Submission, run_resumable, run_submission
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
@@ -38,11 +41,11 @@ from edge_http.wire.headers import (
     RESPONSE_ID,
     RESUME,
     cache_use,
-    degradation,
     explanation,
     last_event_id,
     moved,
     request_id,
+    start_headers,
 )
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_headers import NO_WISHES
@@ -79,6 +82,15 @@ class GenerationJob(TimedJob):
     prompt_report: PromptReport | None = None
     """The part of its prompt that the answer repeats; None: nothing."""
     service_tier: str = ""
+    keep: Callable[[bytes], Coroutine[Any, Any, None]] | None = None
+    """Stores the JSON of the response, before its client is told that it has ended. Raises KvloomError. None: it is not
+    stored."""
+    begin: Callable[[], Coroutine[Any, Any, web.StreamResponse]] | None = None
+    """Has the response generated in the background, and answers with what there is of it. Raises KvloomError. None: it
+    is generated here."""
+    moderation: WantedModeration | None = None
+    originals: Mapping[str, str] = {}
+    """Texts that are hidden from the model, by their placeholders."""
 
     @property
     def n(self) -> int:
@@ -116,25 +128,32 @@ async def generate(
     job: GenerationJob,
     held: CascadeCandidate | None = None,
     run: RunAnswer = run_submission,
+    streamed_by: Callable[..., StreamedAnswer] = StreamedAnswer,
 ) -> web.StreamResponse:
     """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
-    brings a stream to its end. Raises KvloomError while nothing has been sent."""
+    brings a stream to its end, and `streamed_by` makes it. Raises KvloomError while nothing has been sent."""
     asked = job.asked
     if asked is not NO_WISHES or edge.may_have_classes:
-        _schedule(edge, request, job)
+        schedule(edge, request, job)
     if held is None:
         check_job_window(edge, job)
     envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
     key = asked.idempotency_key
+    wrapped = None
+    if job.moderation is not None or job.originals:
+        wrapped, held = wrapped_run(edge, request, job, formatter, held), None
+        run = wrapped if job.keep is None or not job.stream else KeptRun(wrapped, job.keep)
     if not job.stream:
-        return await _collect(edge, request, permit, job, formatter, name, key, held)
+        return await _collect(edge, request, permit, job, formatter, name, key, held, wrapped)
     is_resumable = edge.resume.is_wanted(asked.resume)
     if is_resumable or key:
-        return await _stream_resumable(edge, request, permit, job, formatter, name, key, run, is_resumable=is_resumable)
+        return await _stream_resumable(
+            edge, request, permit, job, formatter, name, key, run, streamed_by, is_resumable=is_resumable
+        )
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
-    streamed = StreamedAnswer(
+    streamed = streamed_by(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, job)
     )
     begin_answer(name, job.model.name, streamed)
@@ -154,7 +173,7 @@ async def generate(
     return events.response()
 
 
-def _schedule(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> None:
+def schedule(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> None:
     """Set when the job is served. Raises KvloomError (INVALID_ARGUMENT, PERMISSION_DENIED)."""
     served = served_class(edge, request, job.wanted.tier, job.service_tier)
     if served is not None:
@@ -203,10 +222,11 @@ async def _collect(
     name: str,
     key: str,
     held: CascadeCandidate | None,
+    wrapped: RunAnyAnswer | None,
 ) -> web.StreamResponse:
     """Deliver an answer in one piece."""
     response = _response_name(edge, request, job, name, key) if key else None
-    make = functools.partial(_whole_body, edge, request, job, formatter, name, held)
+    make = functools.partial(_whole_body, edge, request, job, formatter, name, held, wrapped)
     return await deliver_whole(edge, request, permit, response, make)
 
 
@@ -239,6 +259,7 @@ async def _whole_body(
     formatter: ResponseFormatter,
     name: str,
     held: CascadeCandidate | None,
+    wrapped: RunAnyAnswer | None,
     lease: ByteLease,
 ) -> WholeBody:
     """Raises KvloomError."""
@@ -249,19 +270,24 @@ async def _whole_body(
     begin_answer(name, job.model.name, collected)
     if edge.usage is not None:
         collected.bill = _bill(edge.usage, edge, request, job)
-    if held is None:
+    if wrapped is not None:
+        await wrapped(edge, submission_of(edge, request, job, name), collected)
+    elif held is None:
         await run_submission(edge, submission_of(edge, request, job, name), collected)
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
+    pieces = collected.body(with_details=job.asked.wants_details)
+    if job.keep is not None:
+        await job.keep(b"".join(pieces))
     more = explanation(collected.first_start) if job.asked.wants_explanation else {}
     if edge.has_result_cache:
         more |= cache_use(start.result_cache for start in collected.starts.values())
     if moves := collected.moves:
         more |= moved(moves, collected.failover)
-    headers = {**job.headers, **degradation(collected.first_start), **more}
+    headers = {**job.headers, **start_headers(collected.first_start), **more}
     if collected.bill is not None:
         headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())
-    return WholeBody(collected.body(with_details=job.asked.wants_details), collected.num_bytes, headers)
+    return WholeBody(pieces, collected.num_bytes, headers)
 
 
 async def _stream_resumable(
@@ -273,6 +299,7 @@ async def _stream_resumable(
     name: str,
     key: str,
     run: RunAnswer,
+    streamed_by: Callable[..., StreamedAnswer],
     *,
     is_resumable: bool,
 ) -> web.StreamResponse:
@@ -289,13 +316,13 @@ async def _stream_resumable(
         headers[RESUME] = f"{edge.resume.grace_seconds:g}"
     submission = submission_of(edge, request, job, name)
     permit.handed_over = True
-    if edge.resume.is_published:
+    if edge.resume.is_published and job.keep is None:  # no other edge could store what it takes over
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
         record = _response_record(job, formatter.envelope, response, headers)
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         running = run_resumable(edge, submission, answer, stream, on_submitted, run)
     else:
-        answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
+        answer = streamed_by(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
     if edge.usage is not None and job.asked.wants_details:

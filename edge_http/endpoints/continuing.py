@@ -40,6 +40,8 @@ def may_be_continued(job: GenerationJob) -> bool:
         and is_plain
         and not has_logprobs
         and job.prompt_report is None
+        and job.moderation is None
+        and not job.originals
         and bool(job.prompts[0].text)
     )
 

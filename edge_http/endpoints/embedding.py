@@ -130,7 +130,7 @@ async def _routed_body(
     """Let the first of the models that can do so take the request. Raises `error_to_report` if none can, or a
     KvloomError for which another model would not do better."""
     # All attempts together have the time of one.
-    deadline = asyncio.get_running_loop().time() + edge.config.request_timeout_seconds
+    deadline = asyncio.get_running_loop().time() + edge.request_timeout_seconds
     passed: list[tuple[str, KvloomError]] = []
     for name in itertools.chain(chosen.models, fallback_models(passed, edge.models)):
         if name in chosen.cascades:  # there is no answer to judge, so it goes to the model that is not judged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,8 +11,12 @@ from aiohttp import web
 from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
+from edge_http.endpoints.moderating import moderation_of
+from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.endpoints.stored import generate_stored, keeping_chat
 from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.guide import guide_of
@@ -55,7 +60,7 @@ MAX_OPTIONS_DEPTH: Final = 32
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    return await serve_generation(edge, request, _CHAT)
+    return await serve_generation(edge, request, _CHAT if edge.orchestrator is None else _STORED_CHAT)
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -74,7 +79,10 @@ async def _chat_job(
     guide = with_calls(guide_of(body), plan, place.tools)
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
-    messages = chat_messages(body.messages)
+    messages, originals = chat_messages(body.messages), NOTHING_HIDDEN
+    if edge.config.masks_prompts:
+        conversation = session_key(request, body.prompt_cache_key)
+        messages, originals = await masked(edge, request, messages, body.guardrails, conversation, sampling)
     window = edge.generation_window(model.name)
     scope, options = edge.callers.cache_scope_of(request), template_options(body)
     prompt, rendered = await chat_prompt(
@@ -102,6 +110,8 @@ async def _chat_job(
             n=n,
             session_key=session_key(request, body.prompt_cache_key),
             tier=tier_of(body),
+            guardrails=body.guardrails,
+            safety_identifier=body.safety_identifier,
         ),
         model=model,
         max_tokens_field=max_tokens_field,
@@ -120,7 +130,19 @@ async def _chat_job(
         headers=left_out_headers(given.left_out) if given.left_out else {},
         guide_field="" if guide is None else guide.field,
         prompt_report=report,
+        moderation=None if body.moderation is None else moderation_of(body.moderation, messages),
+        originals=originals,
     )
+
+
+async def _stored_chat_job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: ChatBody, model: ServedModel
+) -> GenerationJob:
+    """Does what `_chat_job` does, for a completion that may be stored."""
+    job = await _chat_job(edge, request, raw, body, model)
+    if body.store and edge.orchestrator is not None:
+        job.keep = keeping_chat(edge.orchestrator, owner_of(edge, request), raw, body.metadata)
+    return job
 
 
 async def _completion_job(
@@ -150,6 +172,8 @@ async def _completion_job(
             n=n,
             session_key=session_key(request, body.prompt_cache_key),
             tier=tier_of(body),
+            guardrails=body.guardrails,
+            safety_identifier=body.safety_identifier,
         ),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
@@ -233,6 +257,7 @@ _CHAT: Final[GenerationApi[ChatBody]] = GenerationApi(
     max_answer_tokens=lambda body: body.max_completion_tokens or body.max_tokens or 0,
     user_text=lambda body: last_user_text(body.messages),
 )
+_STORED_CHAT: Final = dataclasses.replace(_CHAT, make_job=_stored_chat_job, generate=generate_stored)
 _COMPLETION: Final[GenerationApi[CompletionBody]] = GenerationApi(
     decode=lambda edge, request, raw: decode_completion(raw, edge.fields, request.headers),
     make_job=_completion_job,

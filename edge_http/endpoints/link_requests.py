@@ -37,7 +37,7 @@ def link_requests(
     submit = Submit(
         request=wanted,
         tenant=edge.callers.caller_of(request),
-        traceparent=traceparent(request),
+        traceparent=traceparent(request) if edge.tracing is None else edge.tracing.passed_on(request, wanted),
         client_request_id=request_id(request),
         key_id=edge.callers.key_id_of(request),
         has_fallback_model=job.has_fallback_model,

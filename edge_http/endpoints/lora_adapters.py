@@ -9,24 +9,25 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.openai.lora_adapters import LoadAdapterBody, decode_load, decode_unload
+from edge_http.supervisor import supervisor
 from edge_http.wire.body import read_json_body
 from kvloom.adapters import full_name
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.supervisor_service_pb2 import LoadModelAdapterRequest, UnloadModelAdapterRequest
 from kvloom_common.models.served_model import ServedModel
-from kvloom_common.process.control_socket import SOCKET, short_path
 
 TIMEOUT_SECONDS: Final = 600.0
 KNOWN_TIMEOUT_SECONDS: Final = 5.0
 """How long this edge may take to learn what the supervisor has done."""
 _LOOK_AGAIN_SECONDS: Final = 0.02
+_NO_SUPERVISOR: Final = (
+    "Adapters can be changed only at an edge that `kvloom up` has started, and that runs on a machine with shards."
+)
 
 
 async def load_lora_adapter(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -105,29 +106,13 @@ def _allowed_path(folder: str, wanted: str) -> Path:
 async def _run(edge: Edge, rpc: str, request: Any) -> None:
     """Have the supervisor do it. Raises KvloomError."""
     try:
-        with short_path(edge.run_folder) as short:
-            async with grpc.aio.insecure_channel(
-                f"unix:{short}/{SOCKET}", options=[("grpc.enable_http_proxy", 0)]
-            ) as channel:
-                call = getattr(supervisor_service_pb2_grpc.SupervisorServiceStub(channel), rpc)
-                async for _ in call(request, timeout=TIMEOUT_SECONDS + KNOWN_TIMEOUT_SECONDS):
-                    pass
-    except OSError as error:
-        raise _no_supervisor() from error
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise _no_supervisor() from error
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            message = "The supervisor took too long: see `kvloom models list` for what it has done."
-            raise KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
-        raise invalid_argument(f"{error.details()}.", "lora_name") from error
-
-
-def _no_supervisor() -> KvloomError:
-    return KvloomError(
-        ErrorReason.ERROR_REASON_NOT_IMPLEMENTED,
-        "Adapters can be changed only at an edge that `kvloom up` has started, and that runs on a machine with shards.",
-    )
+        async with supervisor(edge, _NO_SUPERVISOR) as stub:
+            async for _ in getattr(stub, rpc)(request, timeout=TIMEOUT_SECONDS + KNOWN_TIMEOUT_SECONDS):
+                pass
+    except KvloomError as error:
+        if error.reason == ErrorReason.ERROR_REASON_FAILED_PRECONDITION:
+            raise invalid_argument(error.message, "lora_name") from error
+        raise
 
 
 async def _until_known(edge: Edge, name: str, *, is_known: bool) -> None:

@@ -4,6 +4,7 @@ prompt."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from edge_http.anthropic.settings import (
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
+from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.formatting.body_guide import BodyGuide, with_calls
@@ -37,6 +39,7 @@ from edge_http.wire.json_response import json_response
 from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import TIER_INTERACTIVE, GenerateRequest
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
@@ -56,6 +59,7 @@ class _Prepared(NamedTuple):
     plan: ToolPlan
     parser: ParserSpec | None
     guide: BodyGuide | None
+    originals: Mapping[str, str]
 
 
 async def messages(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -73,7 +77,7 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
         body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
         model = edge.usable_model(request, body.model)
         async with side_call(edge, request, len(raw)) as call:
-            prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
+            prepared = await _prepared(edge, request, body, model)
             call.num_tokens = len(prepared.prompt.token_ids)
         response = json_response({"input_tokens": len(prepared.prompt.token_ids)})
         response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
@@ -86,7 +90,7 @@ async def _job(
     """Validate and tokenize a body. Raises KvloomError."""
     max_tokens = max_tokens_of(body)
     stop_conditions(body, max_tokens)  # refuses before anything is tokenized
-    prepared = await _prepared(edge, edge.callers.cache_scope_of(request), body, model)
+    prepared = await _prepared(edge, request, body, model, guardrails=body.guardrails)
     num_prompt_tokens = len(prepared.prompt.token_ids)
     room = _room(edge.window(prepared.model.name), num_prompt_tokens)
     options = MessageOptions(
@@ -108,6 +112,8 @@ async def _job(
             n=1,
             session_key=session_key(request, None),
             tier=TIER_INTERACTIVE,
+            guardrails=body.guardrails,
+            safety_identifier=None if body.metadata is None else body.metadata.user_id,
         ),
         max_tokens_field="max_tokens",
         stream=bool(body.stream),
@@ -116,10 +122,17 @@ async def _job(
         headers={ANTHROPIC_REQUEST_ID: request_id(request), **left_out_headers(prepared.tools.left_out)},
         shape=shape_of("messages", prepared.parser, prepared.plan.tools, **msgspec.structs.asdict(options)),
         guide_field="" if prepared.guide is None else prepared.guide.field,
+        originals=prepared.originals,
     )
 
 
-async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel) -> _Prepared:
+async def _prepared(
+    edge: Edge,
+    request: web.BaseRequest,
+    body: PromptBody,
+    model: ServedModel,
+    guardrails: Sequence[str] | None = None,
+) -> _Prepared:
     """Raises KvloomError."""
     tools = tools_of(body)
     plan = plan_tools(
@@ -134,6 +147,10 @@ async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel
     if continues and (guide is not None or thinks(body)):
         message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
         raise invalid_argument(message, "messages")
+    originals, scope = NOTHING_HIDDEN, edge.callers.cache_scope_of(request)
+    if edge.config.masks_prompts:
+        named = session_key(request, None)
+        chat, originals = await masked(edge, request, chat, guardrails, named, SamplingParams())
     prompt, rendered = await chat_prompt(
         chat,
         plan.tools,
@@ -147,7 +164,7 @@ async def _prepared(edge: Edge, scope: str, body: PromptBody, model: ServedModel
     if continues and parser is not None:
         starts = starts_in_reasoning(parser, rendered)
         parser = dataclasses.replace(parser, starts_in_reasoning=starts)
-    return _Prepared(model, prompt, tools, plan, parser, guide)
+    return _Prepared(model, prompt, tools, plan, parser, guide, originals)
 
 
 def _room(window: int, num_prompt_tokens: int) -> int | None:

@@ -8,12 +8,12 @@ from typing import Any, Final
 from aiohttp import web
 
 from edge_http.edge import Edge
+from edge_http.formatting.moderation import model_of, result_objects
 from edge_http.openai.requests import decode_moderation, moderation_texts
 from edge_http.side_call import side_call
 from edge_http.wire.body import read_json_body
 from edge_http.wire.json_response import json_response
 from kvloom.v1.router_service_pb2 import ModerateRequest, ModerateResponse
-from kvloom.v1.safety_service_pb2 import Classification
 
 MAX_TEXTS: Final = 256
 MAX_CHARS: Final = 2**20
@@ -33,17 +33,6 @@ async def moderations(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
 def _body(answer: ModerateResponse) -> dict[str, Any]:
     return {
         "id": f"modr-{os.urandom(12).hex()}",
-        "model": f"kvloom-policy-{answer.policy_revision}",
-        "results": [_result(result, answer.categories) for result in answer.results],
-    }
-
-
-def _result(result: Classification, categories: Any) -> dict[str, Any]:
-    found = set(result.categories)
-    return {
-        "flagged": bool(found),
-        "categories": {name: name in found for name in categories},
-        # The policy's rules are broken or not: there is nothing between 0 and 1.
-        "category_scores": {name: float(name in found) for name in categories},
-        "category_applied_input_types": {name: ["text"] for name in categories},
+        "model": model_of(answer),
+        "results": result_objects(answer),
     }

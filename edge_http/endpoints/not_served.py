@@ -47,6 +47,7 @@ _OPERATIONS: Final = (
         "serve the Responses API over WebSocket",
         "Stream by POST /v1/responses with stream: true.",
     ),
+    (r"GET /v1/chat/completions", "list completions", _OWN_HISTORY),
     (r"(GET|POST|DELETE) /v1/chat/completions/[^/]+", "list, change or delete completions", _OWN_HISTORY),
     (r"GET /v1/chat/completions/[^/]+/messages", "list the messages of completions", _OWN_HISTORY),
     (r".* /v1/messages/batches(/.*)?", "process batches of messages", _MANY.replace("chat/completions", "messages")),

@@ -1,4 +1,5 @@
-"""The deadline and the objectives of a request (docs/deadlines.md): what its headers say, and how much time it has."""
+"""The deadline and the objectives of a request (docs/how-to/deadlines.md): what its headers say, and how much time it
+has."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class TimedJob(msgspec.Struct, kw_only=True):
     has_fallback_model: bool = False
     """True when another model may take it."""
     deadline: float | None = None
-    """When it must have ended, on the event loop's clock; None: after edge.request_timeout_seconds."""
+    """When it must have ended, on the event loop's clock; None: after fabric.request_timeout_seconds."""
 
 
 def set_objectives(edge: Edge, request: web.BaseRequest, job: TimedJob) -> None:
@@ -50,7 +51,7 @@ def set_objectives(edge: Edge, request: web.BaseRequest, job: TimedJob) -> None:
 def seconds_left(edge: Edge, job: TimedJob) -> float:
     """The time until the job's deadline. Without one, it has all of a request's time."""
     if job.deadline is None:
-        return edge.config.request_timeout_seconds
+        return edge.request_timeout_seconds
     return max(job.deadline - asyncio.get_running_loop().time(), MIN_TIMEOUT_SECONDS)
 
 
@@ -59,7 +60,7 @@ def _earlier_deadline(edge: Edge, deadline: float | None, objectives: Objectives
     if not objectives.HasField("deadline_ms"):
         return deadline
     now = asyncio.get_running_loop().time()
-    latest = now + edge.config.request_timeout_seconds if deadline is None else deadline
+    latest = now + edge.request_timeout_seconds if deadline is None else deadline
     return min(latest, now + (objectives.deadline_ms - objectives.elapsed_ms) / 1e3)
 
 

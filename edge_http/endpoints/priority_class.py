@@ -1,22 +1,19 @@
-"""The class of a request (docs/scheduling.md): what its headers or its service tier say."""
+"""The class of a request (docs/concepts/scheduling.md): what its headers or its service tier say."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from aiohttp import web
 
+from edge_http.edge import BUILT_IN_CLASSES, Edge
 from edge_http.wire.headers import FAIRNESS_ID, OBJECTIVE, PRIORITY_CLASS
 from kvloom.errors import invalid_argument
 from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE, Tier
 from kvloom_common.access.caller_access import check_class
 from kvloom_common.tenancy.principal import Principal
 
-if TYPE_CHECKING:
-    from edge_http.edge import Edge
-
-BUILT_IN_CLASSES: Final = frozenset({"interactive", "batch"})
 MAX_FAIRNESS_ID_CHARS: Final = 256
 
 

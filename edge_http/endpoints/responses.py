@@ -1,22 +1,44 @@
-"""POST /v1/responses: OpenAI's Responses API, without state on the server."""
+"""POST /v1/responses: OpenAI's Responses API. Responses are stored where there is an orchestrator."""
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+import sys
+from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, read_prompt_body
+from edge_http.endpoints.background import begin_background, run_of
+from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
+from edge_http.endpoints.moderating import moderation_of
+from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.endpoints.stored import (
+    StoredInput,
+    generate_stored,
+    input_items,
+    keeping,
+    state_echo,
+    stored_of,
+)
 from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.input_items import conversation
 from edge_http.openai.responses.parameters import as_chat, echo_of, max_tokens_of, template_options, text_guide
-from edge_http.openai.responses.requests import LOGPROBS, ResponsesBody, decode_responses
+from edge_http.openai.responses.requests import (
+    LOGPROBS,
+    ResponsesBody,
+    StoredResponsesBody,
+    decode_responses,
+    decode_stored,
+)
+from edge_http.openai.responses.steady_formatter import RUN, RunName
 from edge_http.openai.responses.tools import tools_of
 from edge_http.openai.sampling import chat_sampling, stop_conditions, tier_of
 from edge_http.wire.body import digest_of
@@ -33,7 +55,8 @@ from kvloom_common.models.served_model import ServedModel
 
 async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/responses."""
-    return await serve_generation(edge, request, _API)
+    api: GenerationApi[Any] = _API if edge.orchestrator is None else _STORED_API
+    return await serve_generation(edge, request, api)
 
 
 async def count_input_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -41,15 +64,46 @@ async def count_input_tokens(edge: Edge, request: web.BaseRequest) -> web.Stream
     caller = edge.callers.caller_of(request)
     with edge.admit(caller), edge.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
-        body = decode_responses(raw, edge.config.max_messages, edge.fields, request.headers)
-        job = await _job(edge, request, raw, body, edge.usable_model(request, body.model))
+        decode, make_job = (decode_responses, _job) if edge.orchestrator is None else (decode_stored, _stored_job)
+        body: Any = decode(raw, edge.config.max_messages, edge.fields, request.headers)
+        job = await make_job(edge, request, raw, body, edge.usable_model(request, body.model))
         return json_response({"object": "response.input_tokens", "input_tokens": job.prompt_sizes[0]})
 
 
-async def _job(
-    edge: Edge, request: web.BaseRequest, raw: bytes, body: ResponsesBody, model: ServedModel
+async def _stored_job(
+    edge: Edge, request: web.BaseRequest, raw: bytes, body: StoredResponsesBody, model: ServedModel
 ) -> GenerationJob:
-    """Validate and tokenize a body. Raises KvloomError."""
+    link, owner, run = edge.orchestrator, owner_of(edge, request), run_of(request)
+    assert link is not None
+    if run is not None:  # all that it needs is in its body, and the orchestrator stores what comes of it
+        return await _job(edge, request, raw, body, model, StoredInput([], body.input, state_echo(body)), run)
+    stored = await stored_of(link, owner, body)
+    job = await _job(edge, request, raw, body, model, stored)
+    if body.background:
+        items = stored.earlier, input_items(stored)
+        job.begin = functools.partial(begin_background, edge, request, raw, body, items, job)
+    else:
+        job.keep = keeping(link, owner, body, stored)
+    return job
+
+
+def _decode_stored(edge: Edge, request: web.BaseRequest, raw: bytes) -> StoredResponsesBody:
+    """Decode a body. The input of a background response has all that comes before it, when it is generated."""
+    most = edge.config.max_messages if run_of(request) is None else sys.maxsize
+    return decode_stored(raw, most, edge.fields, request.headers)
+
+
+async def _job(
+    edge: Edge,
+    request: web.BaseRequest,
+    raw: bytes,
+    body: ResponsesBody,
+    model: ServedModel,
+    stored: StoredInput | None = None,
+    run: RunName | None = None,
+) -> GenerationJob:
+    """Validate and tokenize a body. `stored`: what it has to do with stored objects. `run`: the background response
+    that it is. Raises KvloomError."""
     given = tools_of(body)
     is_parallel = bool(body.parallel_tool_calls)
     place = ToolPlace(at="", numbers=given.numbers)
@@ -57,12 +111,23 @@ async def _job(
     guide = with_calls(text_guide(body), plan, "tools")
     shared = as_chat(body)
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
-    messages = conversation(body.input, body.instructions)
-    options, window = template_options(body), edge.generation_window(model.name)
+    earlier, given_input = ((), body.input) if stored is None else (stored.earlier, stored.input)
+    messages, originals = conversation(given_input, body.instructions, earlier), NOTHING_HIDDEN
+    if edge.config.masks_prompts:
+        named = session_key(request, body.prompt_cache_key)
+        messages, originals = await masked(edge, request, messages, body.guardrails, named, sampling)
+    for_template, window = template_options(body), edge.generation_window(model.name)
     scope = edge.callers.cache_scope_of(request)
-    prompt, rendered = await chat_prompt(messages, plan.tools, options, model.tokenizer, window, "input", scope=scope)
+    prompt, rendered = await chat_prompt(
+        messages, plan.tools, for_template, model.tokenizer, window, "input", scope=scope
+    )
     parser = prompted(plan.parser, rendered)
-    echo = echo_of(body, given, model.default_sampling)
+    echo = echo_of(body, given, model.default_sampling, None if stored is None else stored.echo)
+    options = options_of(given.client_tools)
+    if run is not None:
+        options[RUN] = msgspec.to_builtins(run)
+        if model.default_sampling is None or not model.default_sampling.HasField("seed"):
+            sampling.seed = run.seed
     return GenerationJob(
         operation="chat",
         id_prefix="resp_",
@@ -74,17 +139,22 @@ async def _job(
             sampling=sampling,
             stop=stop,
             n=1,
+            seed_is_drawn=run is not None,
             session_key=session_key(request, body.prompt_cache_key),
             tier=tier_of(shared),
+            guardrails=body.guardrails,
+            safety_identifier=body.safety_identifier,
         ),
         max_tokens_field="max_output_tokens",
         stream=bool(body.stream),
         include_usage=False,
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
-        shape=shape_of("responses", parser, plan.tools, echo=echo, **options_of(given.client_tools)),
+        shape=shape_of("responses", parser, plan.tools, echo=echo, **options),
         headers=left_out_headers(given.left_out),
         guide_field="" if guide is None else guide.field,
+        moderation=None if body.moderation is None else moderation_of(body.moderation, messages),
+        originals=originals,
     )
 
 
@@ -101,6 +171,15 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
     return frozenset(found)
 
 
+_STORED_API: Final[GenerationApi[StoredResponsesBody]] = GenerationApi(
+    decode=_decode_stored,
+    make_job=_stored_job,
+    features=_features,
+    max_answer_tokens=lambda body: body.max_output_tokens or 0,
+    user_text=lambda body: body.input if isinstance(body.input, str) else last_user_text(body.input),
+    is_batch=lambda body: tier_of(as_chat(body)) == TIER_BATCH,
+    generate=generate_stored,
+)
 _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
     decode=lambda edge, request, raw: decode_responses(raw, edge.config.max_messages, edge.fields, request.headers),
     make_job=_job,

@@ -46,7 +46,7 @@ ID_PREFIXES: Final[Mapping[str, str]] = {
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Deliver the events after the last one that the client has, then new ones as they arrive. If the stream has ended
     and the client has everything, the status is 204, which makes an EventSource stop reconnecting."""
-    after = _starting_after(request)
+    after = starting_after(request)
     response_id, caller = _response_id(request), credential_digest(request)
     stream = edge.resume.find(response_id, caller)
     if stream is None:
@@ -156,7 +156,7 @@ async def find_idempotent(
     return known or await edge.remote_responses.find_by_key(request, name, after or 0)
 
 
-def _starting_after(request: web.BaseRequest) -> int:
+def starting_after(request: web.BaseRequest) -> int:
     """Return the last event that the client has. The header takes precedence over the query: a browser's EventSource
     sends it when it reconnects with its original URL. Raises KvloomError (INVALID_ARGUMENT)."""
     if request.query.get("stream", "").lower() != "true":

@@ -43,6 +43,8 @@ class GenerationApi(Generic[Body]):
     """The most that an answer may have; 0: no limit was given."""
     user_text: Callable[[Body], str]
     """The last message of the user."""
+    generate: Callable[..., Awaitable[web.StreamResponse]] = generate
+    """Submits the job and delivers its answer."""
 
 
 async def serve_generation(edge: Edge, request: web.BaseRequest, api: GenerationApi[Body]) -> web.StreamResponse:
@@ -58,7 +60,7 @@ async def serve_generation(edge: Edge, request: web.BaseRequest, api: Generation
                 job = await api.make_job(edge, request, raw, body, model)
         if job is not None:
             try:
-                return await generate(edge, request, permit, job)
+                return await api.generate(edge, request, permit, job)
             except KvloomError as error:
                 is_kept = outlives_connection(edge, request, is_stream=job.stream)
                 if is_kept or not any(fallback_models([(body.model, error)], edge.models)):
@@ -88,7 +90,7 @@ class _RoutedRequest(Generic[Body]):
         KvloomError for which another model would not do better."""
         chosen = self._choose()
         # All attempts together have the time of one.
-        deadline = asyncio.get_running_loop().time() + self.edge.config.request_timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self.edge.request_timeout_seconds
         tried = self._tried(chosen)
         names = itertools.chain(tried, fallback_models(self.passed, self.edge.models), self._overloaded(tried))
         for number, name in enumerate(names, start=1):
@@ -101,7 +103,7 @@ class _RoutedRequest(Generic[Body]):
                 set_objectives(self.edge, self.request, job)
                 if name not in chosen.cascades:
                     run = self._run(chosen, name, job)
-                    return await generate(self.edge, self.request, self.permit, job, run=run)
+                    return await self.api.generate(self.edge, self.request, self.permit, job, run=run)
                 response = await self._judged(chosen.cascades[name], job)
                 if response is not None:
                     return response
@@ -182,6 +184,6 @@ class _RoutedRequest(Generic[Body]):
         with edge.collected.lease(edge.callers.caller_of(self.request)) as lease:
             held, objection = await hold_candidate(edge, self.request, job, cascade, lease)
             if objection is None:
-                return await generate(edge, self.request, self.permit, job, held)
+                return await self.api.generate(edge, self.request, self.permit, job, held)
         self.discarded.append((job.model.name, objection))
         return None

@@ -1,5 +1,6 @@
 """The formats of all APIs have these in common. A format turns an answer's output into the bytes of a response.
 
+moderation.py          what the safety policy says of a text
 response_formatter.py  the base of all formats
 collected_choice.py    the output of one choice of a response that is not streamed
 usage.py               the token counts of a response

@@ -40,7 +40,7 @@ class CollectedChoice:
     """The parts of a choice in the order of the model's output, as the JSON that they become. That takes a tenth of the
     memory of the objects, and its size is known at any time."""
 
-    __slots__ = ("finish_reason", "logprobs", "parts", "prompt_logprobs", "stop_string")
+    __slots__ = ("finish_reason", "logprobs", "parts", "prompt_logprobs", "refusal", "stop_string")
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -49,6 +49,8 @@ class CollectedChoice:
         self.finish_reason = ""
         self.prompt_logprobs = b""
         """A JSON array; empty unless they were asked for."""
+        self.refusal = ""
+        """The safety policy's message to the user, if it has ended the choice."""
         self.stop_string = ""
         """The stop string that ended it; "" if something else did."""
 

@@ -48,6 +48,13 @@ class Envelope(msgspec.Struct, frozen=True):
         }
 
 
+class InlineResults(msgspec.Struct, frozen=True):
+    """The results of moderation in line, or errors, for the request and for the answer."""
+
+    input: Json
+    output: Json
+
+
 class ChoiceFinish(msgspec.Struct, frozen=True):
     """How a choice ended."""
 
@@ -55,13 +62,15 @@ class ChoiceFinish(msgspec.Struct, frozen=True):
     """In OpenAI's words: "stop", "length", "content_filter" or "tool_calls"."""
     stop_string: str = ""
     """The stop string that ended it; "" if something else did."""
+    refusal: str = ""
+    """The safety policy's message to the user, if it has ended the choice."""
 
 
 class ResponseFormatter(abc.ABC):
     """One object formats one response. Methods are called in the order of the response's events; a format may keep
     state between calls. Choices are numbered across all prompts."""
 
-    __slots__ = ("_envelope", "drops_output", "prefixes", "repeats_usage", "report", "suffix")
+    __slots__ = ("_envelope", "drops_output", "moderation", "prefixes", "repeats_usage", "report", "suffix")
 
     call_id_prefix = "call_"
     keep_alive = b": keep-alive\n"
@@ -79,6 +88,8 @@ class ResponseFormatter(abc.ABC):
         """The answer has nothing but what it repeats of its prompt."""
         self.repeats_usage = False
         """All events tell how many tokens there are so far: `repeat_usage` is called whenever there are more."""
+        self.moderation: InlineResults | None = None
+        """Set before the answer's end if the request has asked for it."""
         self.report: object | None = None
         """Set if the answer repeats something of its prompt; see `echo` and `prompt_logprobs`."""
 

@@ -10,7 +10,7 @@ from edge_http.openai.sampling import check_text_size
 from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import MAX_PREDICTED_TOKENS
-from kvloom_common.conversation.prompt import conversation_prompt, screened_text
+from kvloom_common.conversation.prompt import conversation_prompt, num_written_chars
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
@@ -40,12 +40,11 @@ async def chat_prompt(
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known;
     `scope` is the caller's (see RequestCallers.cache_scope_of); `is_continued`: the last message is the beginning of
     the answer. Returns the prompt and its rendered text. Raises KvloomError."""
-    text = screened_text(messages, tools)
-    check_text_size(len(text), max_model_len, field)
+    check_text_size(num_written_chars(messages, tools), max_model_len, field)
     token_ids, rendered = await conversation_prompt(
         tokenizer, messages, tools, template_options, is_continued, scope=scope
     )
-    return PromptInput(token_ids, text, field), rendered
+    return PromptInput(token_ids, rendered, field), rendered
 
 
 def truncated(prompt: PromptInput, most: int, window: int, max_tokens: int | None) -> PromptInput:

@@ -195,6 +195,10 @@ class GenerationBody(Body, kw_only=True):
     """vLLM's extension. The default is true; with false, the text of the answer has the names of special tokens."""
     truncate_prompt_tokens: int | None = None
     """vLLM's extension: only the last tokens of the prompt are used, at most so many; -1: as many as the window has."""
+    safety_identifier: str | None = None
+    """The caller's user, for the statistics of the safety policy."""
+    guardrails: list[str] | None = None
+    """An extension, as LiteLLM names it: rules of the safety policy that hold besides those that hold anyway."""
     spaces_between_special_tokens: bool | None = None
     """Without effect, like the next ones: there are no spaces to leave out, and no beams whose length could count."""
     length_penalty: float | None = None
@@ -202,7 +206,6 @@ class GenerationBody(Body, kw_only=True):
     guided_decoding_backend: str | None = None
     user: str | int | None = None
     """Without effect, like the next ones: their purposes are abuse monitoring, caching, storage and billing."""
-    safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
     cache_salt: str | None = None
@@ -214,6 +217,28 @@ class GenerationBody(Body, kw_only=True):
     """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
     priority: int | None = None
     """vLLM's extension: values above 0 are less urgent, like service_tier "flex"."""
+
+
+class ModerationMode(Body, kw_only=True):
+    """Says what becomes of a text that is flagged."""
+
+    mode: Literal["score", "block"]
+
+
+class ModerationPolicy(Body, kw_only=True):
+    """Says what becomes of a request and of its answer."""
+
+    input: ModerationMode | None = None
+    output: ModerationMode | None = None
+
+
+class InlineModeration(Body, kw_only=True):
+    """The safety policy judges the request's texts and its answer, and the results come with the answer."""
+
+    model: str
+    """This is without effect: the safety policy decides."""
+    policy: ModerationPolicy | None = None
+    """A side that it does not name is scored."""
 
 
 class ReasoningBody(OpenStruct, kw_only=True):
@@ -254,6 +279,7 @@ class ChatBody(GenerationBody, kw_only=True):
     """vLLM's extension: whether the last message is the beginning of the answer."""
     max_completion_tokens: int | None = None
     prediction: Prediction | None = None
+    moderation: InlineModeration | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -78,10 +78,14 @@ class OpenAiFormatter(ResponseFormatter):
         self.suffix = self._delta_suffix() + self._tail
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
+        before: list[bytes] = []
+        if self.moderation is not None:
+            results = {"choices": [], "moderation": self.moderation}
+            before.append(data_event(self._envelope.fields(self.chunk_object) | results))
         if not self._envelope.include_usage:
-            return (DONE,)
+            return *before, DONE
         chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage_object(usage())}
-        return data_event(chunk | {"kvloom": details} if details else chunk), DONE
+        return *before, data_event(chunk | {"kvloom": details} if details else chunk), DONE
 
     def error(self, error: KvloomError) -> bytes:
         return OPENAI_ERRORS.event(error)
@@ -94,6 +98,8 @@ class OpenAiFormatter(ResponseFormatter):
             end = b',"finish_reason":%b%b}' % (encode_json(choice.finish_reason), self._after_choice(choice))
             pieces += [b"," + bytes(before) if index else before, *content, between, *logprobs, end]
         more = {"usage": usage_object(usage), **self._after_choices(choices)}
+        if self.moderation is not None:
+            more["moderation"] = self.moderation
         pieces.append(b"]," + encode_json(more | {"kvloom": details} if details else more)[1:])
         return pieces
 

@@ -21,7 +21,7 @@ class ErrorObject(Object):
     param: str | None
     """The field at fault."""
     code: str | None
-    """The code of the error; docs/http-api.md lists the codes."""
+    """The code of the error; docs/reference/http-api.md lists the codes."""
 
 
 class ErrorBody(Object):
@@ -105,6 +105,35 @@ class ChatChoice(Object):
     finish_reason: FinishReason
 
 
+class InlineResult(Object):
+    """The result of one text."""
+
+    type: Literal["moderation_result"]
+    model: str
+    """Names the version of the safety policy."""
+    flagged: bool
+    categories: dict[str, bool]
+    category_scores: dict[str, float]
+    category_applied_input_types: dict[str, list[str]]
+
+
+class InlineResultsObject(Object):
+    """The results of one side, or why there are none."""
+
+    type: Literal["moderation_results", "error"]
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    results: list[InlineResult] | msgspec.UnsetType = msgspec.UNSET
+    code: str | msgspec.UnsetType = msgspec.UNSET
+    message: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class InlineModerationObject(Object):
+    """The results of a request that asked for `moderation`."""
+
+    input: InlineResultsObject
+    output: InlineResultsObject
+
+
 class ChatCompletion(Object):
     id: str
     object: Literal["chat.completion"]
@@ -113,6 +142,7 @@ class ChatCompletion(Object):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageObject
+    moderation: InlineModerationObject | msgspec.UnsetType = msgspec.UNSET
     kvloom: KvloomDetails | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -153,6 +183,7 @@ class ChatCompletionChunk(Object):
     choices: list[ChatChunkChoice]
     usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
     """In the last chunk, if stream_options.include_usage asked for it."""
+    moderation: InlineModerationObject | msgspec.UnsetType = msgspec.UNSET
     kvloom: KvloomDetails | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -16,7 +16,6 @@ _BOTH: Final = {
     "include_stop_str_in_output": Refused(),
     "include_reasoning": Refused(is_default=True),
     "kv_transfer_params": Refused(),
-    "moderation": Refused(),
     "return_hidden_states": Refused(),
     "return_token_ids": Refused(),
     "return_tokens_as_token_ids": Refused(),
@@ -35,5 +34,6 @@ CHAT: Final = {
 
 COMPLETION: Final = {
     **_BOTH,
+    "moderation": Refused(),
     "suffix": Refused(),
 }

@@ -18,7 +18,7 @@ _BODY_ERRORS: Final = (400, 408, 413, 415)
 _ABOUT: Final = (
     "Any client library of OpenAI works with this server's /v1. Errors have OpenAI's shape; their `code` says what "
     "happened. Fields that are not listed pass if they are hints, and are refused by name if they would change the "
-    "answer. APIs of OpenAI that are not listed (audio, images, files, assistants and others) are refused with 501 "
+    "answer. APIs of OpenAI that are not listed (audio, images, assistants and others) are refused with 501 "
     "`not_implemented`."
 )
 _SECURITY_SCHEMES: Final = {

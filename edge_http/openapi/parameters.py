@@ -71,7 +71,9 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     LAST_EVENT_ID: _parameter(
         LAST_EVENT_ID, "The number of the last event that the client has; precedes starting_after.", _EVENT_NUMBER
     ),
-    PRIORITY_CLASS: _parameter(PRIORITY_CLASS, "The class of the request (docs/scheduling.md).", {"type": "string"}),
+    PRIORITY_CLASS: _parameter(
+        PRIORITY_CLASS, "The class of the request (docs/concepts/scheduling.md).", {"type": "string"}
+    ),
     OBJECTIVE: _parameter(OBJECTIVE, "The same, as clients of llm-d name it.", {"type": "string"}),
     FAIRNESS_ID: _parameter(
         FAIRNESS_ID, "Divides the caller's own requests into sub-flows.", {"type": "string", "maxLength": 256}
@@ -109,9 +111,27 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "first_day": _parameter("first_day", "The first day, of UTC: 2026-11-25.", {"type": "string"}, place="query"),
     "last_day": _parameter("last_day", "The last day.", {"type": "string"}, place="query"),
     "by": _parameter(
-        "by", "The keys to group by, separated by commas: day, model, key, tier.", {"type": "string"}, place="query"
+        "by",
+        "The keys to group by, separated by commas: day, model, key, tier, class; for administrators also tenant.",
+        {"type": "string"},
+        place="query",
+    ),
+    "tenant": _parameter("tenant", "Only this tenant, ORGANISATION/PROJECT.", {"type": "string"}, place="query"),
+    "max_requests": _parameter(
+        "max_requests", "How many requests are listed that run, and how many that ended; 50 if it is not given.",
+        {"type": "integer", "minimum": 0, "maximum": 1000}, place="query",
+    ),
+    "samples_after": _parameter(
+        "samples_after", "Only samples after this time, in seconds since 1970.", {"type": "number"}, place="query"
     ),
     "format": _parameter("format", "json or csv.", {"type": "string", "enum": ["json", "csv"]}, place="query"),
+    "after": _parameter("after", "The id of the last entry of the page before.", {"type": "string"}, place="query"),
+    "limit": _parameter(
+        "limit", "How many entries a page has.", {"type": "integer", "minimum": 1, "maximum": 10_000}, place="query"
+    ),
+    "order": _parameter("order", "By age.", {"type": "string", "enum": ["asc", "desc"]}, place="query"),
+    "stored_model": _parameter("model", "Only those of this model.", {"type": "string"}, place="query"),
+    "purpose": _parameter("purpose", "Only files of this purpose.", {"type": "string"}, place="query"),
     "page_size": _parameter(
         "page_size", "How many entries a page has; 100 if it is not given.",
         {"type": "integer", "minimum": 0, "maximum": 1000}, place="query",

@@ -41,6 +41,8 @@ class Route:
     """A key of a tenant needs this scope for it."""
     is_of_fabric: bool = False
     """It concerns all tenants, so that only administrators of the whole fabric may use it."""
+    is_of_operators: bool = False
+    """It is for administrators. In a fabric without tenants, only this machine may use it (operating/access.py)."""
     has_head: bool = True
     """A GET may also be sent as HEAD."""
     takes_slashes: bool = False

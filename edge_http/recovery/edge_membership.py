@@ -25,7 +25,7 @@ class EdgeMembership:
     """Owns the connections to Redis and to the other edges, and the publishing task."""
 
     def __init__(self, edge: Edge, redis: RedisConfig, address: str, trust: FabricTrust) -> None:
-        resume = edge.config.resume
+        resume = edge.resume_config
         self._journal = ResumeJournal(redis.url, redis.key_prefix, trust.sealer)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
@@ -58,11 +58,11 @@ def join_edges(
     """`listening_at` is an address where only this edge listens. With `shares_port` it also listens at an address that
     it shares with other edges. Returns None if there is nothing to share: there is no Redis, resuming is off, or the
     edge has no address that others could use."""
-    resume = edge.config.resume
+    resume = edge.resume_config
     if not redis.url or not resume.grace_seconds:
         return None
     if not resume.advertised_address and listening_at.rpartition(":")[0].strip("[]") in _WILDCARDS:
-        log.warning("resume_sharing_disabled", cause="edge.resume.advertised_address is not set")
+        log.warning("resume_sharing_disabled", cause="resume.advertised_address is not set")
         return None
     advertised = resume.advertised_address
     if advertised and (shares_port or trust.has_secret):

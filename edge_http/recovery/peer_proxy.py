@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import DROPPED_REASON, LAST_EVENT_ID, RELAYED, REPLAYED
-from edge_http.wire.request_callers import relayed_certificate
+from edge_http.wire.request_callers import relayed_caller, relayed_certificate
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 MISDIRECTED: Final = 421
@@ -55,7 +55,7 @@ class PeerProxy:
         """Raises OwnerLostError, KvloomError (NOT_FOUND). If the other edge dies in the middle of its answer, the
         client's connection is closed, so that the client comes back and another edge answers."""
         headers = {name: request.headers[name] for name in self._to_owner if name in request.headers} | {RELAYED: tag}
-        headers |= relayed_certificate(request, self._trust)
+        headers |= {**relayed_certificate(request, self._trust), **relayed_caller(request)}
         path = str(request.rel_url)
         if request.method == "POST" and not path.endswith("/cancel"):  # a request repeated under its idempotency key
             path, method = f"{request.path}/{response_id}?stream=true", "GET"

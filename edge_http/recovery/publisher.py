@@ -23,8 +23,8 @@ from edge_http.resume.commit_gate import CommitGate
 from edge_http.resume.publication import Publication
 from edge_http.resume.records import encode
 from edge_http.resume.table import ResumeTable
-from kvloom_common.config import EdgeResumeConfig
 from kvloom_common.process.aligned_timer import seconds_to_aligned_tick
+from kvloom_common.replay.stream_retention import ResumeSettings
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class ResumePublisher:
         self,
         table: ResumeTable,
         journal: ResumeJournal,
-        config: EdgeResumeConfig,
+        config: ResumeSettings,
         own_record: Callable[[], EdgeRecord],
         tag: str,
     ) -> None:
@@ -292,6 +292,6 @@ class ResumePublisher:
             self._num_bytes -= written.popleft()[1]
 
 
-def journal_ttl_seconds(config: EdgeResumeConfig) -> float:
+def journal_ttl_seconds(config: ResumeSettings) -> float:
     """How long the journal of an edge outlives the edge."""
     return config.grace_seconds + OUTLIVES_SECONDS

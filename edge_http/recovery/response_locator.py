@@ -120,9 +120,8 @@ class ResponseLocator:
 
     @property
     def _key_seconds(self) -> float:
-        config = self._edge.config
-        resume = config.resume
-        return config.request_timeout_seconds + max(2 * resume.grace_seconds, resume.idempotency_seconds)
+        resume = self._edge.resume_config
+        return self._edge.request_timeout_seconds + max(2 * resume.grace_seconds, resume.idempotency_seconds)
 
     @contextlib.asynccontextmanager
     async def _key_lock(self, tenant: str, key: str) -> AsyncIterator[None]:

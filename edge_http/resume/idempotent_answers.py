@@ -19,10 +19,10 @@ import structlog
 from edge_http.resume.response_name import ResponseName
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeResumeConfig
 from kvloom_common.limits.byte_budget import CALLER_SHARE, ByteLease
 from kvloom_common.limits.keyed_counts import KeyedCounts
 from kvloom_common.replay.reader_slot import GraceTimer
+from kvloom_common.replay.stream_retention import ResumeSettings
 
 log = structlog.get_logger()
 
@@ -64,7 +64,7 @@ class IdempotentAnswer:
 class IdempotentAnswers:
     """It lives on the event loop and owns the tasks of its answers."""
 
-    def __init__(self, config: EdgeResumeConfig) -> None:
+    def __init__(self, config: ResumeSettings) -> None:
         self._config = config
         self._answers: dict[str, IdempotentAnswer] = {}
         """All that can be found, by response id."""

@@ -16,8 +16,7 @@ from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.wire.headers import IDEMPOTENCY_KEY
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeResumeConfig
-from kvloom_common.replay.stream_retention import StreamRetention
+from kvloom_common.replay.stream_retention import ResumeSettings, StreamRetention
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,7 +30,7 @@ class _Job:
 class ResumeTable:
     """It lives on the event loop and owns the tasks of its responses."""
 
-    def __init__(self, config: EdgeResumeConfig, metrics: EdgeMetrics) -> None:
+    def __init__(self, config: ResumeSettings, metrics: EdgeMetrics) -> None:
         self._config = config
         self._metrics = metrics
         self._retention: StreamRetention[ResumableStream] = StreamRetention(config, self._remove, metrics.on_evicted)

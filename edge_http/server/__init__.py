@@ -7,5 +7,4 @@ routes.py          the routes: one record for each method of each path
 api_docs.py        GET /openapi.json
 http_router.py     the routing table; turns failures into OpenAI errors
 wrong_paths.py     what a client is told whose base URL is not the right one
-router_metrics.py  metrics of the links to several routers
 """

@@ -14,6 +14,7 @@ from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.response_objects import ErrorBody, OpenApiDocument
 from edge_http.openapi.document import openapi_document
 from edge_http.openapi.route import Route, Success
+from edge_http.operating.routes import OPERATING_ROUTES
 from edge_http.server.routes import ROUTES
 
 
@@ -42,6 +43,7 @@ def document_bytes(*, needs_key: bool, has_tenants: bool = False, root_path: str
 
 API_ROUTES: Final[tuple[Route, ...]] = (
     *ROUTES,
+    *OPERATING_ROUTES,
     Route(
         path="/openapi.json",
         method="GET",

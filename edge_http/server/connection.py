@@ -80,7 +80,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         manager = self._manager
         super().connection_made(transport)
-        if manager is not None and len(manager.connections) > self._edge.config.max_connections:
+        if manager is not None and len(manager.connections) > self._edge.caller_limits.max_connections:
             self._refuse(
                 KvloomError(
                     ErrorReason.ERROR_REASON_OVERLOADED,
@@ -100,8 +100,8 @@ class Connection(web.RequestHandler):
             self._refuse(
                 KvloomError(
                     ErrorReason.ERROR_REASON_RATE_LIMITED,
-                    f"Your address has {self._edge.config.max_connections_per_address} connections to this server, "
-                    "which is the most that one may have (edge.max_connections_per_address).",
+                    f"Your address has {self._edge.caller_limits.max_connections_per_address} connections to this "
+                    "server, which is the most that one may have (callers.max_connections_per_address).",
                     retry_after_seconds=RETRY_SECONDS,
                 )
             )
@@ -253,7 +253,7 @@ class Connection(web.RequestHandler):
 
 
 def _head_too_large(max_bytes: int) -> KvloomError:
-    message = f"The request line or a header is too long: at most {max_bytes} bytes (edge.max_header_bytes)."
+    message = f"The request line or a header is too long: at most {max_bytes} bytes."
     return KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message)
 
 

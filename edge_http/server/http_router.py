@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -17,8 +17,11 @@ from edge_http.edge import Edge
 from edge_http.endpoints.not_served import refuse_operation, refuse_unserved
 from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.openapi.route import Handler, Route
+from edge_http.operating.access import check_own_machine
 from edge_http.server.api_docs import API_ROUTES
 from edge_http.server.wrong_paths import not_found_message
+from edge_http.state.handler import orchestrator_of
+from edge_http.state.routes import STATE_ROUTES
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
     check_head,
@@ -26,6 +29,7 @@ from edge_http.wire.headers import (
     request_id,
 )
 from edge_http.wire.json_response import error_response
+from edge_http.wire.on_behalf import Check
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -48,6 +52,10 @@ HANDLERS: Final[Mapping[str, Mapping[str, Handler]]] = {
 }
 """Handlers by path and method."""
 OPEN_PATHS: Final = frozenset(route.path for route in API_ROUTES if route.is_open)
+_OF_OPERATORS: Final = frozenset(route.path for route in API_ROUTES if route.is_of_operators)
+_STATE_PATHS: Final = frozenset(route.path for route in STATE_ROUTES) - {
+    route.path for route in API_ROUTES if route not in STATE_ROUTES
+}
 _OF_FABRIC: Final = frozenset(route.path for route in API_ROUTES if route.is_of_fabric)
 _SCOPES: Final[Mapping[str, Scope]] = {
     **{route.path: route.scope for route in API_ROUTES},
@@ -67,43 +75,57 @@ _BY_FOLDER: Final[Mapping[str, Mapping[str, Route]]] = {
 class HttpRouter:
     """aiohttp calls this handler for every well-formed request."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, check: Check | None = None) -> None:
+        """`check` says who a caller is; None: as for everyone outside the fabric."""
         self._edge = edge
+        self._check = check or edge.callers.check
+        self._have_tenants = edge.callers.have_tenants
+        self._max_header_bytes = edge.config.max_header_bytes
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        edge = self._edge
         route = route_of(request)
-        record = RequestRecord(request, self._edge.callers, self._edge.cors)
+        if edge.tracing is None or route in OPEN_PATHS:  # probes and pages would fill the collector
+            record = RequestRecord(request, edge.callers, edge.cors)
+        else:
+            record = edge.tracing.new_record(request, route, edge.callers, edge.cors)
         enter_request(record)
         try:
             response = await self._answer(request, route, record)
         except BaseException:  # the client has disconnected
-            record.log_end(self._edge.access_log, route, CLIENT_CLOSED_REQUEST, 0)
+            record.log_end(edge.access_log, route, CLIENT_CLOSED_REQUEST, 0)
+            record.end(CLIENT_CLOSED_REQUEST)
             raise
-        self._edge.metrics.on_response(route, response.status)
-        num_body_bytes = None
-        if isinstance(response, web.Response):  # a stream's head has been sent already
-            num_body_bytes = response.content_length
-            if self._edge.draining:
-                response.force_close()
-        if self._edge.access_log.is_on:
-            record.log_end(self._edge.access_log, route, response.status, num_body_bytes)
+        edge.metrics.on_response(route, response.status)
+        if not isinstance(response, web.Response):  # a stream, whose head has been sent already
+            if edge.access_log.is_on:
+                record.log_end(edge.access_log, route, response.status, None)
+            record.end(response.status)
+            return response
+        if edge.draining:
+            response.force_close()
+        if edge.access_log.is_on:
+            record.log_end(edge.access_log, route, response.status, response.content_length)
         return response
 
     async def _answer(self, request: web.BaseRequest, route: str, record: RequestRecord) -> web.StreamResponse:
+        edge = self._edge
         try:
-            cors = self._edge.cors
+            cors = edge.cors
             if cors is not None and (response := cors.preflight(request, _methods(route))) is not None:
                 return response
             if route not in OPEN_PATHS:
-                if (verification := self._edge.callers.check(request)) is not None:
+                if (verification := self._check(request)) is not None:
                     await verification
-                if self._edge.callers.have_tenants:
-                    self._edge.callers.check_scope(request, _SCOPES.get(route, "inference"))
+                if self._have_tenants:
+                    edge.callers.check_scope(request, _SCOPES.get(route, "inference"))
                     if route in _OF_FABRIC:
-                        self._edge.callers.check_operator(request)
+                        edge.callers.check_operator(request)
+                elif route in _OF_OPERATORS:
+                    check_own_machine(request)
             check_head(request)
-            _check_header_size(request, self._edge.config.max_header_bytes)
-            return await _handler(request, route)(self._edge, request)
+            _check_header_size(request, self._max_header_bytes)
+            return await _handler(request, route)(edge, request)
         except KvloomError as error:
             if error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND and error.message.endswith("does not exist."):
                 error = self._with_models(request, error)
@@ -148,8 +170,8 @@ def route_of(request: web.BaseRequest) -> str:
     path = request.path
     if path in HANDLERS:
         return path
-    if path.startswith(ADMIN_PREFIX):
-        return template_of(request.rel_url.raw_path) or UNKNOWN_ROUTE
+    if path.startswith(ADMIN_PREFIX) and (template := template_of(request.rel_url.raw_path)):
+        return template
     for folder, routes in _BY_FOLDER.items():
         if path.startswith(folder) and len(path) > len(folder):
             plain = routes[""]
@@ -157,6 +179,8 @@ def route_of(request: web.BaseRequest) -> str:
                 return plain.path
             name, _, operation = path.removeprefix(folder).partition("/")
             found = routes.get(operation) if name and (operation or name not in _NO_IDS) else None
+            if found is None and name and "/" in operation:
+                found = routes.get(f"{operation.partition('/')[0]}/{{item_id}}")
             return UNKNOWN_ROUTE if found is None else found.path
     return UNKNOWN_ROUTE
 
@@ -175,9 +199,21 @@ def _handler(request: web.BaseRequest, route: str) -> Handler:
     handler = methods.get(request.method)
     if handler is None:
         refuse_operation("UPGRADE" if "Upgrade" in request.headers else request.method, request.path)
-        message = f"This path does not take {request.method[:16]}, only {', '.join(methods)}."
-        raise KvloomError(ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED, message)
+        if route in _STATE_PATHS:
+            return _wrong_method
+        raise _not_allowed(request, methods)
     return handler
+
+
+async def _wrong_method(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """A path of stored objects takes no method without an orchestrator. Raises KvloomError."""
+    orchestrator_of(edge, request)
+    raise _not_allowed(request, HANDLERS[route_of(request)])
+
+
+def _not_allowed(request: web.BaseRequest, methods: Iterable[str]) -> KvloomError:
+    message = f"This path does not take {request.method[:16]}, only {', '.join(methods)}."
+    return KvloomError(ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED, message)
 
 
 def _check_header_size(request: web.BaseRequest, max_bytes: int) -> None:

@@ -21,16 +21,21 @@ from edge_http.edge import Edge
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from edge_http.wire.headers import REQUEST_ID, UnservedVersionRequest, request_id
+from edge_http.wire.on_behalf import Check, checking
 from edge_http.wire.request_record import RequestRecord
 from kvloom_common.addresses import bare_host, join_address
 from kvloom_common.limits.address_limit import AddressLimit
 from kvloom_common.process.request_context import current_request
 from kvloom_common.process.service import StartError
+from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
 
 BACKLOG: Final = 1024
 SHUTDOWN_SECONDS: Final = 1.0
+ANNOUNCED_SECONDS: Final = 0.5
+"""How long new connections are accepted after others have been told that they should accept them. Those in the queue of
+a socket that its last owner closes are lost."""
 LEAVE_SECONDS: Final = 1.0
 """How long idle connections stay open once a successor accepts new ones, because a request may be in flight on them.
 The time also applies after a response that began earlier and announced that its connection stays open."""
@@ -39,12 +44,12 @@ _SERVED_VERSIONS: Final = (HttpVersion11, HttpVersion10)
 
 
 class _Server(web.Server):
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, check: Check | None = None) -> None:
         # When a client disconnects, its handler is cancelled, which ends its request.
         make = self._prefixed_request if edge.config.root_path else self._request
-        super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=make)
+        super().__init__(HttpRouter(edge, check), handler_cancellation=True, request_factory=make)
         self._edge = edge
-        self._address_limit = AddressLimit(edge.config.max_connections_per_address, edge.config.trusted_proxies)
+        self._address_limit = AddressLimit(edge.caller_limits.max_connections_per_address, edge.config.trusted_proxies)
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._edge, self._address_limit)
@@ -73,6 +78,8 @@ class _Request(web.BaseRequest):
         record = current_request()
         if isinstance(record, RequestRecord):
             response.headers.update(record.response_headers())
+            if isinstance(response, web.Response):  # nothing else asks for the answer; of a stream, its end does
+                record.end(response.status)
         else:  # the request is not valid HTTP
             response.headers[REQUEST_ID] = request_id(self)
 
@@ -97,6 +104,8 @@ class EdgeServer:
         self._edge = edge
         self._connections = _Server(edge)
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=shutdown_seconds)
+        self._fabric: web.ServerRunner | None = None
+        self._shutdown_seconds = shutdown_seconds
         self._handed_over: list[web.BaseSite] = []
         """The listeners that a successor continues to serve."""
 
@@ -124,6 +133,16 @@ class EdgeServer:
             self._handed_over.append(site)
         return join_address(host, site.port)
 
+    async def listen_to_fabric(self, host: str, tls: ssl.SSLContext | None, trust: FabricTrust) -> str:
+        """Listen for the processes of the fabric, on a free port: orchestrators are believed for whom they ask. Returns
+        "host:port". Raises StartError."""
+        server = _Server(self._edge, checking(self._edge.callers, trust))
+        self._fabric = web.ServerRunner(server, shutdown_timeout=self._shutdown_seconds)
+        await self._fabric.setup()
+        site = web.TCPSite(self._fabric, bare_host(host), 0, backlog=BACKLOG, ssl_context=tls)
+        await self._listen(site, join_address(host, 0))
+        return join_address(host, site.port)
+
     async def _set_up(self) -> None:
         if self._runner.server is None:
             await self._runner.setup()
@@ -138,23 +157,24 @@ class EdgeServer:
     async def drain(self, on_leave: Callable[[], None] = lambda: None) -> None:
         """Let running requests finish within the drain timeout, while /ready returns 503 and new requests are rejected
         with 503. If a successor continues to use the socket, requests that arrive over existing connections are served
-        before these connections are closed. `on_leave` is called when this server has stopped accepting from that
+        before these connections are closed. `on_leave` is called some time before this server stops accepting from that
         socket."""
         try:
-            async with asyncio.timeout(self._edge.config.drain_timeout_seconds):
+            async with asyncio.timeout(self._edge.drain_timeout_seconds):
                 if self._handed_over:
+                    on_leave()
+                    self._edge.leave()
+                    await asyncio.sleep(ANNOUNCED_SECONDS)
                     for site in self._handed_over:
                         await site.stop()
-                    on_leave()
-                    await self._leave()
+                    await self._end_connections()
                 self._edge.drain()
                 await self._edge.wait_idle()
         except TimeoutError:
             self._edge.drain()
             log.warning("drain_timed_out", num_running=self._edge.num_running)
 
-    async def _leave(self) -> None:
-        self._edge.leave()
+    async def _end_connections(self) -> None:
         loop = asyncio.get_running_loop()
         idle_since = loop.time()
         while loop.time() < idle_since + LEAVE_SECONDS:
@@ -170,3 +190,5 @@ class EdgeServer:
         await self._edge.resume.close()
         await self._edge.idempotent_answers.close()
         await self._runner.cleanup()
+        if self._fabric is not None:
+            await self._fabric.cleanup()

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from edge_http import metric_table as table
 from edge_http.edge import Edge
-from edge_http.endpoints.priority_class import BUILT_IN_CLASSES
+from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
-from edge_http.server.router_metrics import RouterGroupCollector
 from edge_http.tenant_usage import TenantUsage
+from edge_http.tracing import EdgeTracing
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import ListenerTls, listener_tls
-from kvloom_common.access.tenant_metrics import observe
 from kvloom_common.callers import Callers, configured_callers
 from kvloom_common.config import KvloomConfig
 from kvloom_common.delivery_log import FOLDER as WITNESS_FOLDER
@@ -35,10 +35,9 @@ from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.models.rollout_follower import RolloutFollower
 from kvloom_common.models.succession import SuccessionFollower
 from kvloom_common.process.access_log import AccessLog
-from kvloom_common.process.control_socket import run_folder
 from kvloom_common.process.service import StartError, announce_leaving, wait_to_open
 from kvloom_common.process.watched_files import following
-from kvloom_common.receipts.key_files import key_path, public_path
+from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
@@ -94,26 +93,24 @@ async def serve_edge(
         callers = configured_callers(config, trust, name)
         followed = callers.watched
     routes = ModelRoutes(config.routes)
-    edge = Edge(config.edge, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
-    edge.run_folder = run_folder(Path(config.data_dir))
+    edge = Edge(config, link, catalogue.by_name, group, callers, AccessLog(config.log), routes)
     if callers.identities is not None:
-        observe(callers.identities.tenants, edge.metrics.registry, "edge")
-    if config.router.receipts.enabled:
-        edge.receipt_keys = public_path(key_path(config.router.receipts.key_file, config.data_dir))
-    edge.has_result_cache = config.router.result_cache.enabled
-    if config.router.classes:
-        edge.may_have_classes = True
-        edge.class_names = BUILT_IN_CLASSES | {one.name for one in config.router.classes}
+        table.TENANT_TABLE.observe(callers.identities.tenants, edge.metrics.registry)
     if group is not None:
-        edge.metrics.add(RouterGroupCollector(group))
+        edge.metrics.watch_routers(group)
     if callers.identities is not None:
         edge.usage = TenantUsage(callers.identities)
         if config.control.witness:
             edge.witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
+    if config.orchestrator.enabled:
+        edge.orchestrator = OrchestratorLink(config, name, trust)
+    tracer = open_tracer(config.tracing, "edge", name)
+    if tracer is not None:
+        edge.tracing = EdgeTracing(tracer)
     rollouts = RolloutFollower(config, trust.sealer, routes)
     catalogue_follower = None if group is None else CatalogueFollower(catalogue, group)
     succession = SuccessionFollower(catalogue, routes, link)
-    watchers = (catalogue_follower, followed, rollouts, succession, edge.usage, edge.witness)
+    watchers = (catalogue_follower, followed, rollouts, succession, edge.usage, edge.witness, edge.orchestrator, tracer)
     async with following(*filter(None, watchers)):
         await _serve(edge, callers, config, listen_options, stop, on_ready, trust, name)
 
@@ -158,7 +155,7 @@ async def _serve(
         targets = TargetList(metrics_registry(config, trust), announcement.target)
         edge.list_targets = targets.read
         memory = MemoryWatch(
-            "edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
+            table.MEMORY, config.fabric.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
         )
         url = f"{'http' if tls is None else 'https'}://{advertised_address(config, address)}"
         record = process_record(config, name, peer_address, url)
@@ -200,7 +197,7 @@ async def _open_to_peers(
         return own_address
     edge.may_connect = peers_at(tls, trust)
     host = fabric_host(config, own_address.rpartition(":")[0])
-    return await server.listen(host, 0, tls)
+    return await server.listen_to_fabric(host, tls, trust)
 
 
 def peers_at(tls: ssl.SSLContext, trust: FabricTrust) -> Callable[[asyncio.BaseTransport], bool]:

@@ -12,11 +12,12 @@ from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_ada
 from edge_http.endpoints.messages import count_tokens, messages
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.moderations import moderations
-from edge_http.endpoints.page import DOCS_FILES, PAGE_FILES, PAGE_ROUTES
+from edge_http.endpoints.page import ADMIN_FILES, DOCS_FILES, PAGE_FILES, PAGE_ROUTES
 from edge_http.endpoints.ranking import rerank, score
 from edge_http.endpoints.receipts import receipt_keys
 from edge_http.endpoints.responses import count_input_tokens, responses
 from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.endpoints.stored import cancel_stored, get_response
 from edge_http.endpoints.tokenization import detokenize, tokenize
 from edge_http.endpoints.usage import usage
 from edge_http.openai import requests
@@ -24,10 +25,11 @@ from edge_http.openai import response_objects as objects
 from edge_http.openai.embeddings import EmbeddingsBody
 from edge_http.openai.lora_adapters import LoadAdapterBody, UnloadAdapterBody
 from edge_http.openai.ranking import RerankBody, ScoreBody
-from edge_http.openai.responses.requests import ResponsesBody
+from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
+from edge_http.state.routes import STATE_ROUTES
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
     BROWNOUT,
@@ -88,11 +90,13 @@ def _route(
     return Route(path=path, method=method, handler=handler, id=name, tag=tag, summary=summary, answers=answers, **more)
 
 
-def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
+def _resumable(
+    path: str, name: str, chunk: Any, get: Handler = resume_stream, cancel: Handler = cancel_response, **more: Any
+) -> list[Route]:
     """Returns what can be done with a response that `path` has begun."""
     return [
         _route(
-            f"{path}/{{id}}", "GET", resume_stream, f"resume{name}", "Text", "Resume a stream",
+            f"{path}/{{id}}", "GET", get, f"resume{name}", "Text", "Resume a stream",
             Success("The events after the last one that the client has.", chunk, EVENT_STREAM, headers=_STREAM_HEADERS),
             Success("There is nothing more: stop asking.", status=204),
             parameters=("stream", "starting_after", LAST_EVENT_ID, REQUEST_ID), errors=(400, 404, 409, 410, 503),
@@ -100,7 +104,7 @@ def _resumable(path: str, name: str, chunk: Any, **more: Any) -> list[Route]:
             **more,
         ),
         _route(
-            f"{path}/{{id}}/cancel", "POST", cancel_response, f"cancel{name}", "Text", "End a resumable answer",
+            f"{path}/{{id}}/cancel", "POST", cancel, f"cancel{name}", "Text", "End a resumable answer",
             Success("The generation has ended.", objects.Cancelled),
             parameters=(REQUEST_ID,), errors=(404, 503), **more,
         ),
@@ -119,7 +123,7 @@ ROUTES: Final[tuple[Route, ...]] = (
             "With a tool": {"model": _MODEL, "messages": _MESSAGES, "tools": [_WEATHER], "tool_choice": "required"},
         },
     ),
-    *_resumable("/v1/chat/completions", "ChatCompletion", objects.ChatCompletionChunk),
+    *_resumable("/v1/chat/completions", "ChatCompletion", objects.ChatCompletionChunk, get_response),
     _route(
         "/v1/completions", "POST", completions, "createCompletion", "Text", "Continue a text",
         Success("The continuation.", objects.Completion, headers=_ANSWER_HEADERS),
@@ -132,10 +136,11 @@ ROUTES: Final[tuple[Route, ...]] = (
         "/v1/responses", "POST", responses, "createResponse", "Text", "Answer by OpenAI's Responses API",
         Success("The response.", objects.Response, headers=_ANSWER_HEADERS),
         Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
-        body=ResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
+        body=StoredResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),
-    *_resumable("/v1/responses", "Response", objects.NamedEvent),
+    *_resumable("/v1/responses", "Response", objects.NamedEvent, get_response, cancel_stored),
+    *STATE_ROUTES,
     _route(
         "/v1/messages", "POST", messages, "createMessage", "Text", "Answer by Anthropic's Messages API",
         Success("The message.", objects.AnthropicMessage, headers=_ANSWER_HEADERS),
@@ -148,7 +153,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         "/v1/responses/input_tokens", "POST", count_input_tokens, "countInputTokens",
         "Text", "The size of a response's prompt",
         Success("The number of tokens.", objects.InputTokens),
-        body=ResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
+        body=StoredResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?"}},
     ),
     _route(
@@ -271,7 +276,9 @@ ROUTES: Final[tuple[Route, ...]] = (
             "Pages", f"A file of the {page}",
             Success("The file.", content_type=content_type), is_open=True,
         )
-        for page, files in (("chat page", PAGE_FILES), ("reference page", DOCS_FILES))
+        for page, files in (
+            ("chat page", PAGE_FILES), ("reference page", DOCS_FILES), ("admin page", ADMIN_FILES),
+        )
         for path, (file, content_type) in files.items()
     ),
 )  # fmt: skip

@@ -37,7 +37,7 @@ FAIRNESS_ID: Final = "x-llm-d-inference-fairness-id"
 """Divides the caller's own requests into sub-flows; it is never the identity of another caller."""
 REASON: Final = "x-kvloom-reason"
 """How a router ended the request, and why, e.g. "rejected-queue-full"; of an answer, what had happened to it on its
-way, e.g. "preempted" (docs/scheduling.md)."""
+way, e.g. "preempted" (docs/concepts/scheduling.md)."""
 DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 """The same of a request that no shard has seen, as clients of llm-d name it."""
 FAILOVER: Final = "x-kvloom-failover"
@@ -50,6 +50,8 @@ CACHE: Final = "x-kvloom-cache"
 """In a request: whether the result cache may be used. In a response: whether it had the answer."""
 BROWNOUT: Final = "x-kvloom-brownout"
 """How the answer is degraded."""
+SAFETY: Final = "x-kvloom-safety"
+"""The rules of the safety policy that hold for an answer whose request names guardrails."""
 DEADLINE: Final = "x-kvloom-deadline-ms"
 SLO_TTFT: Final = "x-kvloom-slo-ttft-ms"
 SLO_TPOT: Final = "x-kvloom-slo-tpot-ms"
@@ -177,9 +179,15 @@ def refuses_result_cache(request: web.BaseRequest) -> bool:
     return "no-store" in request.headers.get("Cache-Control", "").lower()
 
 
-def degradation(start: SequenceStart | None) -> dict[str, str]:
-    """Return the response header that tells how the answer is degraded, if it is."""
-    return {BROWNOUT: start.brownout} if start is not None and start.brownout else {}
+def start_headers(start: SequenceStart | None) -> dict[str, str]:
+    """Return the response headers that tell how the answer is degraded, if it is, and which rules of the safety policy
+    hold for it, if its request names some."""
+    if start is None:
+        return {}
+    found = {BROWNOUT: start.brownout} if start.brownout else {}
+    if start.safety_rules:
+        found[SAFETY] = quote(start.safety_rules, safe=" ,;:()[]/+@")
+    return found
 
 
 def reason(error: KvloomError) -> dict[str, str]:

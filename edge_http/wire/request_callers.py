@@ -21,6 +21,7 @@ from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
 from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.on_behalf import KEY_ID, TENANT
 from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _CALLER_KEY: Final = web.RequestKey("caller", str)
 _VERIFIED_KEY: Final = web.RequestKey("verified", str)
 """The caller's name, if an auth provider has said who it is, or if it is a tenant."""
 _PRINCIPAL_KEY: Final = web.RequestKey("principal", Principal)
+_ON_BEHALF_KEY: Final = web.RequestKey("on behalf", dict[str, str])
 
 
 class RequestCallers:
@@ -103,6 +105,15 @@ class RequestCallers:
 
     async def _identify(self, request: web.BaseRequest, identities: Identities, credential: str) -> None:
         _accept(request, await identities.later(credential))
+
+    def accept_on_behalf(self, request: web.BaseRequest, tenant: str, key_id: str) -> None:
+        """For a request that an orchestrator makes for a caller of this name, with what its key may do now. Raises
+        KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE)."""
+        request[_ON_BEHALF_KEY] = {TENANT: tenant, KEY_ID: key_id}
+        if self._callers.identities is not None:
+            _accept(request, self._callers.identities.tenants.renewed(Principal(tenant, key_id)))
+        else:
+            request[_CALLER_KEY] = request[_VERIFIED_KEY] = tenant
 
     def check_scope(self, request: web.BaseRequest, scope: Scope) -> None:
         """For a request with a principal. Raises KvloomError (PERMISSION_DENIED)."""
@@ -182,6 +193,12 @@ def relayed_certificate(request: web.BaseRequest, trust: FabricTrust) -> Mapping
     if not certificate:
         return {}
     return {RELAYED_CERTIFICATE: base64.b64encode(trust.sealer.encrypt(RELAYED_CERTIFICATE, certificate)).decode()}
+
+
+def relayed_caller(request: web.BaseRequest) -> Mapping[str, str]:
+    """The headers by which another edge learns on whose behalf an orchestrator asks. Those of other requests are not
+    passed on."""
+    return request.get(_ON_BEHALF_KEY, {})
 
 
 def _accept(request: web.BaseRequest, principal: Principal) -> None:

@@ -79,6 +79,11 @@ class RequestRecord:
         """Since the request's head arrived."""
         return time.monotonic() - self._started_at
 
+    def end(self, status: int) -> None:  # noqa: ARG002  (traces have it)
+        """Let go of the answer, which refers to this record: otherwise only the garbage collector would free them, and
+        a connection would keep its last answer until its next request."""
+        self.answer = None
+
     def log_fields(self) -> dict[str, str]:
         request = self._request
         tenant = self._callers.caller_of(request)

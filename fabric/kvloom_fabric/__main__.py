@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom_fabric import import_from_root
 
-SERVICES: Final = ("control", "edge_http", "router", "shard_server", "safety_svc")
+SERVICES: Final = ("control", "edge_http", "orchestrator", "router", "shard_server", "safety_svc")
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ class Client:
         `max_buffered_tokens`: how many tokens of one request may wait for its reader. Beyond that the request is
         cancelled, and its reader gets a KvloomError (CLIENT_TOO_SLOW).
         `max_retries`: how often a request is repeated that the fleet could not serve and of which no output has
-        arrived, after the pause that the fleet advises (docs/sdk.md).
+        arrived, after the pause that the fleet advises (docs/how-to/sdk.md).
         `api_key`: sent with every RPC, for routers that ask for one.
         `tls`: how to use TLS (kvloom/client/credentials.py); None: no TLS.
         `open_channel`: opens a gRPC channel to a router's host:port, for other channel options, instead of `tls` and
@@ -189,7 +189,7 @@ class Client:
 
         `pooling` says how the hidden states of a text's tokens become one vector: mean, last or cls. By default it is
         what the model was trained for. `normalize`: vectors are scaled to the length 1. `timeout_seconds` is that of
-        each input; 0 means the router's default. `receipt`: ask for a signed receipt of each (docs/receipts.md).
+        each input; 0 means the router's default. `receipt`: ask for a signed receipt of each (docs/how-to/receipts.md).
 
         Retries and failover are those of `generate`. Raises the KvloomError of the first input that fails:
         UNSUPPORTED_PARAMETER for a model that gives no embeddings.

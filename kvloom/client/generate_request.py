@@ -96,22 +96,22 @@ class GenerateOptions(TypedDict, total=False):
     tier: Tier | Literal["interactive", "batch"]
     """batch: the request can wait, and is rejected before others under overload. The default is interactive."""
     priority_class: str
-    """Its class (docs/scheduling.md), which decides when it is served. By default that of its tier."""
+    """Its class (docs/concepts/scheduling.md), which decides when it is served. By default that of its tier."""
     fairness_id: str
     """Requests with one id share evenly, with the caller's other ids, what the caller gets. At most 256 characters."""
     deadline_ms: float
     """Milliseconds from the request's arrival to its last token. A request that exceeds it fails, at once if that is
-    foreseen (docs/deadlines.md)."""
+    foreseen (docs/how-to/deadlines.md)."""
     ttft_ms: float
     """Milliseconds to the first token. A request that cannot meet this fails at once; an admitted one never does."""
     tpot_ms: float
     """Mean milliseconds between the tokens after the first. It is only preferred and measured."""
     no_result_cache: bool
-    """Neither take the answer from the router's result cache nor keep it there (docs/result-cache.md)."""
+    """Neither take the answer from the router's result cache nor keep it there (docs/how-to/result-cache.md)."""
     receipt: bool
-    """Ask for a signed receipt (docs/receipts.md), which is `Answer.receipt`."""
+    """Ask for a signed receipt (docs/how-to/receipts.md), which is `Answer.receipt`."""
     resumable: bool
-    """True makes the answer outlive its connection (docs/grpc-api.md). The default is False."""
+    """True makes the answer outlive its connection (docs/reference/grpc-api.md). The default is False."""
 
 
 _SAMPLING = (

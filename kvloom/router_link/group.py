@@ -14,7 +14,7 @@ import logging
 import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 
@@ -178,6 +178,18 @@ class RouterGroup:
         if not self._members.available:
             raise self.refusal or self._members.unavailable_error()
         return await self._random.choice(self._members.available).link.charge_call(request)
+
+    async def ask_all(self, method: str, request: Any) -> list[Any]:
+        """Asks as RouterLink does."""
+        links = self._members.connected_links
+        if not links:
+            raise self.refusal or self._members.unavailable_error()
+        answers = await asyncio.gather(*(link.ask_all(method, request) for link in links), return_exceptions=True)
+        found = [answer for answered in answers if not isinstance(answered, BaseException) for answer in answered]
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not found:
+            raise failures[0]
+        return found
 
     def channel_to(self, model: str) -> grpc.aio.Channel:
         """A channel for calls to a router that has shards of this model, if one has. Raises KvloomError."""

@@ -26,7 +26,7 @@ from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
-from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from kvloom.v1 import generation_pb2, overview_pb2_grpc, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 __all__ = ["ChoiceProgress", "GrpcRouterLink", "LinkRequest", "RouterLink", "Sink"]
@@ -88,6 +88,11 @@ class RouterLink(Protocol):
     async def charge_call(self, request: router_service_pb2.ChargeCallRequest) -> router_service_pb2.ChargeCallResponse:
         """Charge a call that computes no answer to a tenant's limits. Raises KvloomError (ROUTER_LOST, RATE_LIMITED,
         REQUEST_TOO_LARGE, OVERLOADED)."""
+        ...
+
+    async def ask_all(self, method: str, request: Any) -> list[Any]:
+        """The answers of all routers that are connected to a call of OverviewService; those that fail are left out.
+        Raises KvloomError if none answers."""
         ...
 
     async def close(self) -> None: ...
@@ -186,6 +191,13 @@ class GrpcRouterLink:
         try:
             stub = router_service_pb2_grpc.RouterServiceStub(self.channel_for_calls())
             return await stub.ChargeCall(request, timeout=MODERATE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def ask_all(self, method: str, request: Any) -> list[Any]:
+        try:
+            stub = overview_pb2_grpc.OverviewServiceStub(self.channel_for_calls())
+            return [await getattr(stub, method)(request, timeout=MODERATE_TIMEOUT_SECONDS)]
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 

@@ -124,6 +124,10 @@ class RouterMembers:
         connected = [member.address for member in self._members.values() if member.link.connected]
         return list(dict.fromkeys([*(member.address for member in self.available), *connected, *self.wanted]))
 
+    @property
+    def connected_links(self) -> list[GrpcRouterLink]:
+        return [member.link for member in self._members.values() if member.link.connected]
+
     def pick(self, model: str, affinity_key: bytes) -> RouterMember | None:
         """The router for a request; None when none is available."""
         available = self.available

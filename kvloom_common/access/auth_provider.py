@@ -1,4 +1,4 @@
-"""Authentication by another package (docs/plugins.md): who presents these credentials?
+"""Authentication by another package (docs/how-to/plugins.md): who presents these credentials?
 
 A provider may ask a remote service, and is code of others. So it runs on an event loop of its own, in a thread of its
 own: whatever it does, requests that need no answer of it are not delayed. Its answers are kept for a while, and each
@@ -33,6 +33,8 @@ STANDARD_HEADERS: Final = ("authorization", "x-api-key")
 MAX_HEADERS: Final = 16
 MAX_CREDENTIAL_CHARS: Final = 16 * 2**10
 MAX_ID_CHARS: Final = 256
+TIMEOUT_SECONDS: Final = 5.0
+"""How long the provider may take for an answer. Then the caller gets a 503 `auth_unavailable`."""
 REFUSAL_SECONDS: Final = 5.0
 """How long a refusal is kept at most, so that a new key works soon."""
 RETRY_SECONDS: Final = 1.0
@@ -80,7 +82,7 @@ class CallerVerifier:
         name: str,
         provider: AuthProvider,
         *,
-        timeout_seconds: float,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         kept_seconds: float,
         now: Callable[[], float] = time.monotonic,
         max_kept: int = 10_000,
@@ -234,7 +236,6 @@ def configured_verifier(config: CallersConfig) -> CallerVerifier | None:
     return CallerVerifier(
         config.provider,
         provider,
-        timeout_seconds=config.provider_timeout_seconds,
         kept_seconds=config.provider_cache_seconds,
     )
 

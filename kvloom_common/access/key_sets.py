@@ -21,6 +21,7 @@ import structlog
 
 from kvloom_common.access.exposure import is_loopback
 from kvloom_common.config import ConfigError, IssuerConfig
+from kvloom_common.transport.no_redirects import NoRedirects
 
 log = structlog.get_logger()
 
@@ -33,6 +34,15 @@ PublicKeys = Mapping[str, Any]
 """joserfc's keys by their ids. One without an id has the id "" if it is the only key."""
 
 
+class IssuerSettings(IssuerConfig):
+    leeway_seconds: float = 30.0
+    """How much the clocks may differ."""
+    refresh_seconds: float = 300.0
+    """How often the keys are read again: providers publish a key long before they sign with it."""
+    min_refetch_seconds: float = 10.0
+    """A token with a key that is not known makes them be read again at once, but not more often than this."""
+
+
 class KeySetError(Exception):
     """The keys cannot be read. The message says why."""
 
@@ -40,7 +50,7 @@ class KeySetError(Exception):
 class KeySet:
     """The keys of one issuer. `watch` must run for them to be read."""
 
-    def __init__(self, config: IssuerConfig) -> None:
+    def __init__(self, config: IssuerSettings) -> None:
         """Raises ConfigError if the URL would send tokens' keys over an open network."""
         self._config = config
         self.keys: PublicKeys = {}
@@ -112,19 +122,13 @@ def read_keys(config: IssuerConfig) -> PublicKeys:
     return parse_keys(content)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:  # noqa: ARG002
-        """Another address than the configured one must not decide who may call."""
-        return
-
-
 def _read(path: str) -> bytes:
     with Path(path).open("rb") as file:
         return file.read(MAX_BYTES + 1)
 
 
 def _fetched(url: str) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler(), _NoRedirects())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler(), NoRedirects())
     ends_at = time.monotonic() + FETCH_SECONDS
     with opener.open(url, timeout=FETCH_SECONDS) as response:
         content = b""

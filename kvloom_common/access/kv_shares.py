@@ -1,4 +1,4 @@
-"""The guaranteed shares of callers in the KV blocks of shards, as routers send them (docs/kv-shares.md)."""
+"""The guaranteed shares of callers in the KV blocks of shards, as routers send them (docs/operate/kv-shares.md)."""
 
 from __future__ import annotations
 

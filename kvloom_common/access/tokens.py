@@ -15,9 +15,9 @@ import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.access.key_sets import KeySet
+from kvloom_common.access.key_sets import IssuerSettings, KeySet
 from kvloom_common.access.tenants import Tenants, expired_error
-from kvloom_common.config import IssuerConfig
+from kvloom_common.config import IssuerConfig, with_constants
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import ROLES, SCOPES_OF_ROLE, Role
 
@@ -55,7 +55,8 @@ class TokenVerifier:
     def __init__(self, issuers: Sequence[IssuerConfig], now: Callable[[], float] = time.time) -> None:
         """Raises ConfigError. `now`: seconds since 1970."""
         self._now = now
-        self._issuers = {config.issuer: (config, KeySet(config)) for config in issuers}
+        configs = [with_constants(config, IssuerSettings) for config in issuers]
+        self._issuers = {config.issuer: (config, KeySet(config)) for config in configs}
         self._kept: OrderedDict[bytes, Identity] = OrderedDict()
         for _, keys in self._issuers.values():
             keys.on_change(self._kept.clear)
@@ -92,7 +93,7 @@ class TokenVerifier:
             self._kept.popitem(last=False)
         return identity
 
-    def _identity(self, config: IssuerConfig, claims: Mapping[str, Any]) -> Identity:
+    def _identity(self, config: IssuerSettings, claims: Mapping[str, Any]) -> Identity:
         now, leeway = self._now(), config.leeway_seconds
         audiences = claims.get("aud")
         audiences = [audiences] if isinstance(audiences, str) else audiences

@@ -3,26 +3,32 @@
     config = load_config(Path("kvloom.toml"))
 
 Unknown keys and wrong types are errors that name the key. `tools` applies command-line flags and environment variables
-(`KVLOOM_...`) on top; the services get the result as one file. docs/configuration.md derives from these modules.
+(`KVLOOM_...`) on top; the services get the result as one file. docs/reference/configuration.md derives from these
+modules.
 
 section.py       what is said of a key: its type, its readers, its flag, its path
 keys.py          all keys with what is said of them
 tree.py          the whole tree, and its small sections
 models.py        models and adapters
 routes.py        routes among models, shadow traffic
-edge.py          the edges, resumable streams
+edge.py          the edges
+fabric.py        what processes have in common, resumable streams
 router.py        the routers
 brownout.py      the brownout ladder
 shard.py         the shards, the simulated and the torch engine
 tensorrt_llm.py  TensorRT-LLM
 tenants.py       who may call
+tracing.py       traces of requests
+orchestrator.py  stored responses, conversations, files and batches
 file.py          reading and writing files
 """
 
 from kvloom_common.config.brownout import BrownoutConfig, BrownoutStepConfig, TierName
-from kvloom_common.config.edge import EdgeConfig, EdgeResumeConfig, ResumeConfig
+from kvloom_common.config.edge import EdgeConfig
+from kvloom_common.config.fabric import FabricConfig, ResumeConfig
 from kvloom_common.config.file import dump_config, load_config
 from kvloom_common.config.models import ADAPTER_NAME, AdapterConfig, AdapterName, GenerationDefaults, ModelConfig
+from kvloom_common.config.orchestrator import OrchestratorConfig
 from kvloom_common.config.router import (
     DecisionLogConfig,
     DisaggregationConfig,
@@ -36,7 +42,16 @@ from kvloom_common.config.router import (
     RouterConfig,
 )
 from kvloom_common.config.routes import CascadeConfig, Language, RouteConfig, RouteRule, RouteTarget, ShadowConfig
-from kvloom_common.config.section import Address, ConfigError, NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
+from kvloom_common.config.section import (
+    Address,
+    ConfigError,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    with_constants,
+)
 from kvloom_common.config.shard import (
     SMALL_MACHINE_CORES,
     ShardConfig,
@@ -55,15 +70,9 @@ from kvloom_common.config.tenants import (
     TlsConfig,
     TokenAlgorithm,
 )
-from kvloom_common.config.tensorrt_llm import (
-    TensorRtCacheTransceiverConfig,
-    TensorRtKvCacheConfig,
-    TensorRtKvConnectorConfig,
-    TensorRtLlmConfig,
-    TensorRtLoraConfig,
-    TensorRtSpeculationConfig,
-)
-from kvloom_common.config.tree import FabricConfig, KvloomConfig, LogConfig, MetricsConfig, RedisConfig, SafetyConfig
+from kvloom_common.config.tensorrt_llm import TensorRtLlmConfig
+from kvloom_common.config.tracing import TracingConfig
+from kvloom_common.config.tree import KvloomConfig, LogConfig, MetricsConfig, RedisConfig, SafetyConfig
 
 __all__ = [
     "ADAPTER_NAME",
@@ -81,7 +90,6 @@ __all__ = [
     "DecisionLogConfig",
     "DisaggregationConfig",
     "EdgeConfig",
-    "EdgeResumeConfig",
     "FabricConfig",
     "FairnessConfig",
     "GenerationDefaults",
@@ -93,6 +101,7 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "NonNegativeInt",
+    "OrchestratorConfig",
     "OverloadConfig",
     "PlacementConfig",
     "Port",
@@ -115,17 +124,14 @@ __all__ = [
     "SimConfig",
     "SpeculationConfig",
     "TenantId",
-    "TensorRtCacheTransceiverConfig",
-    "TensorRtKvCacheConfig",
-    "TensorRtKvConnectorConfig",
     "TensorRtLlmConfig",
-    "TensorRtLoraConfig",
-    "TensorRtSpeculationConfig",
     "TierName",
     "TlsConfig",
     "TokenAlgorithm",
     "TorchConfig",
+    "TracingConfig",
     "dump_config",
     "load_config",
     "num_cores",
+    "with_constants",
 ]

@@ -29,7 +29,7 @@ AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME)]
 
 
 class AdapterConfig(Section):
-    """A LoRA adapter of a model (docs/models.md)."""
+    """A LoRA adapter of a model (docs/how-to/models.md)."""
 
     name: AdapterName
     path: FilePath = ""
@@ -37,7 +37,7 @@ class AdapterConfig(Section):
 
 
 class ModelConfig(Section):
-    """A model that the fabric serves (docs/models.md)."""
+    """A model that the fabric serves (docs/how-to/models.md)."""
 
     name: str = "smollm2-135m-instruct"
     """The name by which clients request the model."""
@@ -57,8 +57,8 @@ class ModelConfig(Section):
     owned_by: str = "kvloom"
     """The organisation that GET /v1/models names."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: the name of a family (docs/tool-calls.md), "none", or "auto": what its chat
-    template shows."""
+    """How the model writes tool calls: the name of a family (docs/reference/tool-calls.md), "none", or "auto": what its
+    chat template shows."""
     reasoning_parser: str = "auto"
     """How the model writes its reasoning: the name of a family, "none", or "auto": what its chat template shows."""
     adapters: Annotated[list[AdapterConfig], FOLLOWED] = []

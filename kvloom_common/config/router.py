@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom_common.config.brownout import BrownoutConfig
-from kvloom_common.config.edge import ResumeConfig
+from kvloom_common.config.fabric import MOVED_TO_CALLERS, MOVED_TO_FABRIC
 from kvloom_common.config.section import (
     AT_START,
     BY_ROUTERS_AND_EDGES,
@@ -20,6 +20,7 @@ from kvloom_common.config.section import (
     PositiveInt,
     ReadBy,
     Section,
+    always,
 )
 
 _CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -32,60 +33,55 @@ class PlacementConfig(Section):
     """The name of a policy in router/core/placement ("ect", "round_robin", "least_requests" ...) or of a plugin's."""
     prefill_chunks: bool = True
     """True makes the default policy split long prompts into prefill chunks, between which shorter prompts are prefilled
-    (docs/routing.md). The engines must keep prefixes in their cache."""
+    (docs/concepts/routing.md). The engines must keep prefixes in their cache."""
 
 
 class DecisionLogConfig(Section):
     """Says which placements are kept for `kvloom explain`, and in which file, if any."""
+
+    moved = always(max_bytes="64 MiB")
 
     sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of the requests that are recorded, chosen by a hash of their ids. 0: none."""
     max_remembered: PositiveInt = 4096
     """How many of the latest requests are kept in memory."""
     path: FilePath = ""
-    """JSON lines (docs/routing-decisions.md) are appended to this file, one for each recorded request that ended. Each
-    router needs its own file. Empty: no file is written."""
-    max_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 2**20
-    """The size of the file. When it is reached, the file is renamed to `path` + ".1"."""
+    """JSON lines (docs/how-to/routing-decisions.md) are appended to this file, one for each recorded request that
+    ended. Each router needs its own file, which is renamed to `path` + ".1" at 64 MiB. Empty: no file is written."""
 
 
 class OverloadConfig(Section):
-    """Says what happens when the load exceeds the capacity of the shards (docs/reliability.md)."""
+    """Says what happens when the load exceeds the capacity of the shards (docs/operate/reliability.md)."""
 
+    moved = always(ramp_start_requests="8")
     sheds_load_early: bool = True
     """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
     drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
     `max_queued_requests` and the clock decide."""
     outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """How long admitted requests wait for a shard when the last one is lost. New requests are rejected at once."""
-    ramp_start_requests: PositiveInt = 8
-    """How many requests a shard that joins (or returns) while requests are queued gets at first. It gets two more with
-    every first token that it produces, so that it is not overwhelmed."""
 
 
 class FairnessConfig(Section):
-    """How tenants (or callers) share the shards when one of them fills them (docs/reliability.md)."""
+    """How tenants (or callers) share the shards when one of them fills them (docs/concepts/fairness.md)."""
 
+    moved = {
+        "reserved_share": "It is always an eighth: delete the line, or give classes a reserved_share",
+        "contention_seconds": "It is always 30: delete the line",
+        "prompt_token_weight": "It is always 1: delete the line",
+        "output_token_weight": "It is always 2: delete the line",
+    }
     enabled: bool = True
     """True makes running answers of a tenant above its share wait while other tenants are served."""
     preempt_after_seconds: PositiveFloat = 0.25
     """How long a request of a tenant below its share waits before it gets the place of a running answer."""
-    reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
-    """The part of each shard's batch and of its KV blocks, at least one of each, that tenants above their share leave
-    free while tenants compete."""
-    contention_seconds: PositiveFloat = 30.0
-    """How long tenants, or classes, are taken to compete after one had to wait."""
     competing_prefill_seconds: Annotated[float, Meta(ge=0)] = 0.05
     """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
     several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
-    prompt_token_weight: PositiveFloat = 1.0
-    """A prompt token that has to be computed counts as so much service of its tenant. The tenant with the least service
-    is next in a queue (docs/scheduling.md)."""
-    output_token_weight: PositiveFloat = 2.0
 
 
 class PriorityClassConfig(Section):
-    """A class of requests (docs/scheduling.md)."""
+    """A class of requests (docs/concepts/scheduling.md)."""
 
     name: str
     """Requests name the class by it. "interactive" and "batch" are the classes of requests that name none."""
@@ -107,45 +103,40 @@ class PriorityClassConfig(Section):
 
 class HealthConfig(Section):
     """When the router suspects a shard. A suspected shard gets no new requests, its running ones continue on other
-    shards, and probes, which are requests for one token, find out when it is healthy again (docs/reliability.md)."""
+    shards, and probes, which are requests for one token, find out when it is healthy again
+    (docs/operate/reliability.md)."""
 
+    moved = {
+        "slow_seconds": "It is always 10: delete the line, or choose another slow_factor",
+        "max_failures": "It is always 5: delete the line",
+        "max_suspected_share": "It is always half: delete the line",
+        "probe_seconds": "It is always 1: delete the line",
+        "max_probe_seconds": "It is always 30: delete the line",
+        "num_probes": "It is always 3: delete the line",
+    }
     enabled: bool = True
     stall_seconds: PositiveFloat = 5.0
     """A shard that has work and makes no progress for this long is suspected. The expected time of prefill is added."""
     slow_factor: Annotated[float, Meta(gt=1)] = 10.0
     """A shard is suspected if its tokens are this many times slower than the median of the model's shards."""
-    slow_seconds: PositiveFloat = 10.0
-    """How long a shard must have been decoding before its speed is judged."""
-    max_failures: PositiveInt = 5
-    """A shard is suspected if its engine has failed this many requests in a row."""
-    max_suspected_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """The largest share of a model's shards that may be suspected at a time."""
-    probe_seconds: PositiveFloat = 1.0
-    """The time before the first probe of a suspected shard. Each missed probe doubles it."""
-    max_probe_seconds: PositiveFloat = 30.0
-    num_probes: PositiveInt = 3
-    """How many probes in a row must be answered in time before the shard is healthy again."""
 
 
 class ResultCacheConfig(Section):
-    """Answers to deterministic requests, kept in the router for the tenant that has got them (docs/result-cache.md)."""
+    """Answers to deterministic requests, kept in the router for the tenant that has got them
+    (docs/how-to/result-cache.md)."""
 
+    moved = always(max_entries="65,536", max_answer_tokens="1024", shared_timeout_seconds="0.01")
     enabled: Annotated[bool, BY_ROUTERS_AND_EDGES] = False
     ttl_seconds: PositiveFloat = 3600.0
     max_bytes: Annotated[int, Meta(ge=2**16)] = 64 * 2**20
     """The size of one router's cache, in bytes of memory."""
-    max_entries: PositiveInt = 65_536
-    max_answer_tokens: Annotated[int, Meta(ge=1, le=32_768)] = 1024
-    """Longer answers (of all choices together) are not kept. A cached answer is sent at once, and a longer one could
-    exceed `edge.max_buffered_bytes`."""
     shared: bool = False
     """True lets routers use one another's answers too, through Redis (encrypted). A request that a router cannot answer
-    itself then waits for Redis, at most `shared_timeout_seconds`."""
-    shared_timeout_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.01
+    itself then waits for Redis, at most 10 ms."""
 
 
 class ReceiptsConfig(Section):
-    """Signed receipts, with which answers can be computed again (docs/receipts.md)."""
+    """Signed receipts, with which answers can be computed again (docs/how-to/receipts.md)."""
 
     enabled: bool = False
     """True lets requests ask for a receipt."""
@@ -154,17 +145,22 @@ class ReceiptsConfig(Section):
 
 
 class DisaggregationConfig(Section):
-    """Prompts that one shard computes for another (docs/disaggregation.md), where shards have roles."""
+    """Prompts that one shard computes for another (docs/how-to/disaggregation.md), where shards have roles."""
 
+    moved = always(leg_timeout_seconds="30")
     min_prompt_tokens: PositiveInt = 2048
     """The shard of the answer must have at least so many tokens of the prompt to compute."""
-    leg_timeout_seconds: PositiveFloat = 30.0
-    """A prompt that another shard has not computed within this time is computed elsewhere."""
 
 
 class RouterConfig(Section):
     """The routers."""
 
+    moved = {
+        **always(max_message_bytes="16 MiB", max_pending_request_bytes="256 MiB", max_streams_per_connection="4096"),
+        "resume": "It is now [resume], for edges and routers",
+        **MOVED_TO_FABRIC,
+        **MOVED_TO_CALLERS,
+    }
     host: Annotated[str, AT_START, Flag("host")] = "127.0.0.1"
     port: Annotated[Port, AT_START, Flag("router-port", "The port of the gRPC API. 0 picks one.")] = 8081
     num_routers: Annotated[
@@ -174,30 +170,8 @@ class RouterConfig(Section):
     max_queued_requests: PositiveInt = 1024
     """How many requests may be queued for a shard. Beyond that a request is rejected at once."""
     max_queue_seconds: PositiveFloat = 60.0
-    request_timeout_seconds: PositiveFloat = 600.0
     max_attempts: PositiveInt = 3
     max_prompt_tokens: PositiveInt = 262_144
-    max_concurrent_requests_per_caller: PositiveInt = 4096
-    """RPCs that one caller may have open. Beyond that it gets RESOURCE_EXHAUSTED, while the others are served."""
-    max_connections: PositiveInt = 16_384
-    """gRPC connections open at a time. Further ones are closed."""
-    max_connections_per_address: PositiveInt = 8192
-    """gRPC connections of one IPv4 address or one IPv6 network of 64 bits. RPCs on further ones get RESOURCE_EXHAUSTED,
-    and the connections are closed. `edge.trusted_proxies` may have any number."""
-    max_message_bytes: Annotated[int, Meta(ge=2**20, le=64 * 2**20)] = 16 * 2**20
-    """The size of one gRPC message of a client."""
-    max_pending_request_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
-    """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
-    rejected at once."""
-    max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """The same as `edge.max_memory_bytes`, for a router."""
-    max_streams_per_connection: PositiveInt = 4096
-    """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
-    reflection: bool = True
-    """True makes gRPC reflection describe the services to anyone who can connect."""
-    drain_timeout_seconds: PositiveFloat = 30.0
-    is_pinned_to_cpu: bool = True
-    """The same as `edge.max_memory_bytes`, for a router."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
@@ -205,7 +179,6 @@ class RouterConfig(Section):
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     brownout: BrownoutConfig = msgspec.field(default_factory=BrownoutConfig)
     fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
-    resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
     result_cache: ResultCacheConfig = msgspec.field(default_factory=ResultCacheConfig)
     receipts: Annotated[ReceiptsConfig, ReadBy(("router", "edge", "shard"))] = msgspec.field(
         default_factory=ReceiptsConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvloom_common.config.section import NonNegativeInt, Section
+from kvloom_common.config.section import NonNegativeInt, Section, always
 
 
 class RouteTarget(Section):
@@ -76,7 +76,7 @@ class CascadeConfig(Section):
 
 
 class RouteConfig(Section):
-    """A name by which clients request one of several models (docs/model-routes.md)."""
+    """A name by which clients request one of several models (docs/how-to/model-routes.md)."""
 
     name: str
     """It goes before a model of the same name."""
@@ -96,7 +96,9 @@ class RouteConfig(Section):
 
 class ShadowConfig(Section):
     """A share of a model's answers that is also given to a candidate, without being shown to anyone
-    (docs/shadow-traffic.md)."""
+    (docs/how-to/shadow-traffic.md)."""
+
+    moved = always(max_queued="64", max_tokens="4096")
 
     model: str
     """The model whose answers are sampled."""
@@ -108,7 +110,3 @@ class ShadowConfig(Section):
     """"score": the candidate computes how likely it finds the answer, by one prefill. "generate": it answers, too."""
     max_in_flight: Annotated[int, Meta(ge=1, le=256)] = 2
     """How many requests a router has under way at the candidate for this."""
-    max_queued: Annotated[int, Meta(ge=1, le=4096)] = 64
-    """How many ended answers a router keeps until the candidate has room. Further ones are skipped."""
-    max_tokens: Annotated[int, Meta(ge=2, le=131_072)] = 4096
-    """The largest prompt and answer together. Larger ones are skipped."""

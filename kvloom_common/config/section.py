@@ -10,9 +10,9 @@ docstring below a key is its documentation. `kvloom_common.config.keys` reads al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,12 +25,29 @@ Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
 
 
+S = TypeVar("S", bound="Section")
+
+
 class ConfigError(Exception):
     """The file cannot be used. The message names the file, the key and the fault."""
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The base of all sections: unknown keys are errors."""
+
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Keys that a section had once, and a sentence for each that says where it went."""
+
+
+def always(**values: str) -> Mapping[str, str]:
+    """Returns sentences for `Section.moved`: these keys have become constants with these values."""
+    return {name: f"It is always {value}: delete the line" for name, value in values.items()}
+
+
+def with_constants(keys: Section, settings: type[S]) -> S:
+    """Returns the settings of a part: a section's keys, and beside them the constants with which `settings` extends the
+    section. What are such settings already stay as they are: tests choose their own constants."""
+    return keys if isinstance(keys, settings) else settings(**msgspec.structs.asdict(keys))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +68,8 @@ BY_ROUTERS_AND_EDGES: Final = ReadBy(("router", "edge"))
 BY_SHARDS: Final = ReadBy(("shard",))
 BY_SAFETY: Final = ReadBy(("safety",))
 BY_CONTROL: Final = ReadBy(("control",))
-BY_ALL: Final = ReadBy(("edge", "router", "shard", "safety", "control"))
+BY_ORCHESTRATOR: Final = ReadBy(("orchestrator",))
+BY_ALL: Final = ReadBy(("edge", "router", "shard", "safety", "control", "orchestrator"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

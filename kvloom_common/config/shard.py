@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from kvloom_common.config.section import AT_START, FilePath, Flag, PositiveFloat, PositiveInt, Section
+from kvloom_common.config.fabric import MOVED_TO_FABRIC
+from kvloom_common.config.section import AT_START, FilePath, Flag, PositiveFloat, PositiveInt, Section, always
 from kvloom_common.config.tensorrt_llm import TensorRtLlmConfig
 
 
@@ -39,10 +40,9 @@ class SpeculationConfig(Section):
     """Speculative decoding: drafts are looked up in a sequence's own tokens, and verified in the step that decodes it.
     The answer is the same, and arrives sooner where it repeats earlier text."""
 
+    moved = always(max_ngram="3")
     max_draft_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
     """The maximum number of tokens drafted for a sequence in a step. 0: no speculation."""
-    max_ngram: Annotated[int, Meta(ge=1, le=8)] = 3
-    """The longest run of last tokens that is searched for."""
     max_predicted_tokens: Annotated[int, Meta(ge=0, le=16)] = 8
     """The number of tokens of a request's `prediction` that are drafted at first; up to 31 while all are right. 0:
     predictions are ignored."""
@@ -52,13 +52,16 @@ class TorchConfig(Section):
     """The embedded engine."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: an NVIDIA GPU, with torch's CUDA build (docs/performance-gpu.md). Without one a shard does not start."""
+    """cuda: an NVIDIA GPU, with torch's CUDA build (docs/how-to/gpu.md). Without one a shard does not start."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """The type of the numbers in memory. auto: bfloat16, but float32 where neither compiled kernels run nor the CPU
     multiplies bfloat16."""
-    weights: Literal["auto", "dtype", "int8"] = "auto"
-    """The type of the linear layers' weights. int8: with a scale per output channel; docs/engines.md shows the gain in
-    speed and the loss of quality. auto: as `dtype` says, but int8 where only that fits into memory."""
+    weights: Literal["auto", "dtype", "int8", "packed", "int4"] = "auto"
+    """The type of the linear layers' weights. packed: the 4 to 8 bits of a GGUF file, as they are. int8: with a scale
+    per output channel; int4: with a scale and a minimum for every 32 numbers; docs/concepts/engines.md shows the gain
+    in speed and the loss of quality. auto: packed, or else as `dtype` says or int8, whichever is the fastest by a
+    measurement on this machine; int8 where only that fits into memory. Encoders have dtype, or int8 with a scale for
+    every 32 numbers."""
     kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"] = "auto"
     """The kernels that compute on a CPU: compiled for an instruction set, or torch's operators. auto: the fastest,
     measured once per machine. avx512, avx2 and generic compute the same bits, so one of them suits shards on different
@@ -73,8 +76,9 @@ class TorchConfig(Section):
             "Prefill faster, but let the last bits of the results of the torch engine depend on the batch.",
         ),
     ] = True
-    """True makes results independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer that
-    fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""
+    """True makes results independent of the batch, bit for bit (docs/concepts/engines.md has the cost). Otherwise an
+    answer that fails over continues from the tokens delivered, but not always with the same tokens as without the
+    failure."""
     speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
 
 
@@ -89,18 +93,17 @@ def num_cores() -> int:
 class ShardConfig(Section):
     """The shards, and the engine that each runs."""
 
+    moved = {name: MOVED_TO_FABRIC[name] for name in ("reflection", "drain_timeout_seconds")}
     engine: Annotated[
         str,
         AT_START,
         Flag("engine", "The engine that computes the tokens. NAME: that of a plugin.", metavar="torch|sim|NAME"),
     ] = "torch"
-    """torch, sim, tensorrt_llm, or the name of a plugin's engine (docs/plugins.md)."""
+    """torch, sim, tensorrt_llm, or the name of a plugin's engine (docs/how-to/plugins.md)."""
     num_shards: Annotated[int, Meta(ge=0), AT_START] = 0
     """How many shards `kvloom up` starts. 0: two, or one of the torch engine on a machine with at most two cores, which
     two would share, each with the weights in memory."""
     host: Annotated[str, AT_START] = "127.0.0.1"
-    reflection: bool = True
-    """The same as `router.reflection`, for a shard."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""
@@ -113,11 +116,10 @@ class ShardConfig(Section):
     max_waiting: PositiveInt = 1024
     queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
     """The waiting sequence that is admitted next: the first that arrived, or the one with the least left to prefill.
-    Aging ensures that no sequence is overtaken forever (docs/engines.md)."""
-    drain_timeout_seconds: PositiveFloat = 30.0
+    Aging ensures that no sequence is overtaken forever (docs/concepts/engines.md)."""
     role: Literal["", "prefill", "decode", "both"] = ""
     """The part that these shards take where some shards compute long prompts and others the answers
-    (docs/disaggregation.md). Empty: they compute whole requests."""
+    (docs/how-to/disaggregation.md). Empty: they compute whole requests."""
     num_prefill_shards: Annotated[int, Meta(ge=0)] = 0
     """How many of `num_shards` get the role prefill from `kvloom up`. The others then get the role decode."""
     launcher: list[str] = []
@@ -126,7 +128,7 @@ class ShardConfig(Section):
     spot_notice_file: FilePath = ""
     """A file that something else writes when the machine is about to be taken away, such as an agent that asks the
     cloud. Its text is the number of seconds that are left; anything else means `spot_notice_seconds`. The shard's
-    answers end or move to other shards by then, and its process ends for good (docs/notices.md)."""
+    answers end or move to other shards by then, and its process ends for good (docs/operate/notices.md)."""
     spot_notice_seconds: PositiveFloat = 30.0
     """How long the machine stays after a notice that does not say it, such as SIGUSR2."""
     sim: SimConfig = msgspec.field(default_factory=SimConfig)

@@ -12,6 +12,7 @@ from kvloom_common.config.section import (
     AT_START,
     BY_CONTROL,
     BY_EDGES,
+    BY_ROUTERS_AND_EDGES,
     FOLLOWED,
     DatabaseUrl,
     FilePath,
@@ -20,6 +21,7 @@ from kvloom_common.config.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    always,
 )
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT
 
@@ -29,28 +31,38 @@ _WEBHOOK: Final = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 class CallersConfig(Section):
     """Who may call, and who counts as one caller. Callers share neither cached prompts nor names of requests."""
 
+    moved = always(provider_timeout_seconds="5")
+
     api_keys_file: Annotated[
         FilePath, Flag("api-keys", "The file with the hashes of API keys (`kvloom keys`). Clients then need a key.")
     ] = ""
     """The file with the hashes of API keys (`kvloom keys`), reloaded when it changes. Empty: no key is needed."""
     provider: str = ""
-    """The name of a plugin that says who a caller is (docs/plugins.md), instead of API keys. Empty: there is none."""
+    """The name of a plugin that says who a caller is (docs/how-to/plugins.md), instead of API keys. Empty: there is
+    none."""
     plugin: dict[str, Any] = {}
     """The settings of that plugin, which only it knows and checks."""
-    provider_timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
-    """How long the provider may take for an answer. Then the caller gets a 503 `auth_unavailable`."""
     provider_cache_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     """How long the provider's answers are kept: a caller who loses access has it for at most that long. Refusals are
     kept for 5 seconds at most."""
     kv_shares: dict[str, Annotated[int, Meta(ge=1)]] = {}
-    """The part of every shard's KV blocks, in percent, that is guaranteed to a caller (docs/kv-shares.md), by the
-    caller's name: "key-NAME" for an API key, "id-ID" for an id of the provider. At most 90 together. With tenants,
+    """The part of every shard's KV blocks, in percent, that is guaranteed to a caller (docs/operate/kv-shares.md), by
+    the caller's name: "key-NAME" for an API key, "id-ID" for an id of the provider. At most 90 together. With tenants,
     limits of accounts say this instead."""
     allow_insecure: Annotated[
         bool, Flag("insecure", "Listen on other addresses than loopback even without TLS or API keys.")
     ] = False
     """True allows edges and routers to listen on other addresses than loopback without TLS or without API keys or a
     provider."""
+    max_concurrent_requests: Annotated[PositiveInt, BY_ROUTERS_AND_EDGES] = 4096
+    """Running requests of one caller at an edge (docs/reference/http-api.md), and RPCs at a router. Beyond that it gets
+    a 429 or RESOURCE_EXHAUSTED, while the others are served."""
+    max_connections: Annotated[PositiveInt, BY_ROUTERS_AND_EDGES] = 16_384
+    """Connections open at a time at an edge, and gRPC connections at a router. Further ones get a 503 and are
+    closed."""
+    max_connections_per_address: Annotated[PositiveInt, BY_ROUTERS_AND_EDGES] = 8192
+    """Those of one IPv4 address or one IPv6 network of 64 bits. Further ones get a 429 or RESOURCE_EXHAUSTED and are
+    closed. `edge.trusted_proxies` may have any number."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
@@ -74,7 +86,9 @@ RoleName = Literal["reader", "member", "operator", "admin"]
 
 
 class IssuerConfig(Section):
-    """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/tenancy.md)."""
+    """An OIDC provider whose tokens (JWTs) are accepted like keys (docs/operate/tenancy.md)."""
+
+    moved = always(leeway_seconds="30", refresh_seconds="300", min_refetch_seconds="10")
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
     """The ids of the issuer's subjects begin with it: `oidc:NAME:SUBJECT`."""
@@ -101,12 +115,6 @@ class IssuerConfig(Section):
     """The roles by the values of that claim; the highest that a token has counts."""
     default_role: RoleName | Literal[""] = "member"
     """The role of tokens that have none of `roles`. "": they are refused."""
-    leeway_seconds: Annotated[float, Meta(ge=0, le=300)] = 30.0
-    """How much the clocks may differ."""
-    refresh_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
-    """How often the keys are read again."""
-    min_refetch_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
-    """A token with a key that is not known makes them be read again at once, but not more often than this."""
 
     def __post_init__(self) -> None:
         if bool(self.jwks_url) == bool(self.jwks_file):
@@ -130,14 +138,19 @@ class CertificateConfig(Section):
 
 
 class ControlConfig(Section):
-    """The control service: tenants with keys, limits, budgets and metering (docs/tenancy.md)."""
+    """The control service: tenants with keys, limits, budgets and metering (docs/operate/tenancy.md)."""
 
+    moved = dict.fromkeys(
+        ("max_keys", "max_projects", "max_users", "max_entry_bytes"),
+        "Delete the line, and give organisations quotas: kvloom orgs update ID --quota NAME=NUMBER",
+    )
     enabled: Annotated[
         bool,
         AT_START,
         Flag(
             "control",
-            "Serve tenants: holders of the keys that `kvloom keys create` makes, and nobody else (docs/tenancy.md).",
+            "Serve tenants: holders of the keys that `kvloom keys create` makes, and nobody else "
+            "(docs/operate/tenancy.md).",
         ),
     ] = False
     """True gives the fabric tenants. Then only holders of their keys are served."""
@@ -158,14 +171,6 @@ class ControlConfig(Section):
     """Where notices about budgets are sent."""
     webhook_secret_file: Annotated[FilePath, BY_CONTROL] = ""
     """The file with the secret with which notices are signed ("whsec_...", see standardwebhooks.com)."""
-    max_keys: PositiveInt = 10_000
-    max_projects: PositiveInt = 1_000
-    max_users: PositiveInt = 10_000
-    """How many keys, projects and users an organisation may have, unless the operator gives it quotas of its own. Keys
-    that were revoked or have long expired do not count."""
-    max_entry_bytes: PositiveInt = 16 * 2**20
-    """How large an organisation's keys and projects may be together, which each edge and router keeps in memory: the
-    texts that were given, and 256 bytes each."""
     witness: Annotated[bool, BY_EDGES] = False
     """True makes edges write down what they have delivered, and routers what they have sent to clients outside the
     fabric, for `kvloom usage reconcile`."""

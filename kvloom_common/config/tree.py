@@ -8,13 +8,16 @@ import msgspec
 from msgspec import Meta
 
 from kvloom_common.config.edge import EdgeConfig
+from kvloom_common.config.fabric import MOVED_TO_FABRIC, FabricConfig, ResumeConfig
 from kvloom_common.config.models import ModelConfig
+from kvloom_common.config.orchestrator import OrchestratorConfig
 from kvloom_common.config.router import RouterConfig
 from kvloom_common.config.routes import RouteConfig, ShadowConfig
 from kvloom_common.config.section import (
     AT_START,
     BY_ALL,
     BY_EDGES,
+    BY_ORCHESTRATOR,
     BY_ROUTERS,
     BY_ROUTERS_AND_EDGES,
     BY_SAFETY,
@@ -23,25 +26,30 @@ from kvloom_common.config.section import (
     FilePath,
     Flag,
     Port,
-    PositiveFloat,
     Section,
 )
 from kvloom_common.config.shard import ShardConfig
 from kvloom_common.config.tenants import CallersConfig, ControlConfig, TlsConfig
+from kvloom_common.config.tracing import TracingConfig
 
 
 class SafetyConfig(Section):
     """The safety service, and what happens when it is missing."""
+
+    moved = {name: MOVED_TO_FABRIC[name] for name in ("reflection", "drain_timeout_seconds")}
 
     host: Annotated[str, AT_START] = "127.0.0.1"
     port: Annotated[Port, AT_START] = 0
     discover: Annotated[bool, AT_START] = False
     """True makes routers use the safety services that announce themselves in Redis, too: one after the other, until one
     can be reached, and the one at `host` and `port` first. `kvloom up` sets it for a fleet."""
-    reflection: bool = True
-    """The same as `router.reflection`, for a shard."""
     policy_file: FilePath = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
+    audit_dir: FilePath = ""
+    """The directory in which the service logs what its rules find, so that it can be verified and erased
+    (docs/operate/audit.md). Empty: only the ordinary log has it."""
+    audit_retention_days: Annotated[int, Meta(ge=0)] = 30
+    """How long the audit log's excerpts can be read. 0: until they are erased."""
     answer_mode: Annotated[Literal["gate", "async", "off"], BY_ROUTERS] = "gate"
     """gate: text is held until it is screened. async: text is sent at once, and the request is halted on a hit."""
     on_unavailable: Annotated[Literal["refuse", "allow"], BY_ROUTERS] = "refuse"
@@ -49,50 +57,6 @@ class SafetyConfig(Section):
     patience_seconds: Annotated[float, Meta(ge=0), BY_ROUTERS] = 5.0
     """How long requests wait for a lost safety service before `on_unavailable` applies. Meanwhile no unscreened text is
     shown. 0: they do not wait."""
-    drain_timeout_seconds: PositiveFloat = 10.0
-    """How long a service that has a successor continues to serve the streams that its routers have opened."""
-
-
-class FabricConfig(Section):
-    """Settings that the processes of one fabric have in common, besides the model."""
-
-    secret_file: Annotated[
-        FilePath,
-        Flag("secret-file", "The file with the fabric's secret.", default="DATA_DIR/secret, made at the first start"),
-    ] = ""
-    """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
-    `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
-    environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
-    roles: Annotated[
-        list[Literal["edge", "router", "shard", "safety", "control"]],
-        Flag("role", "What this machine of a fleet has. May be repeated.", default="all"),
-    ] = []
-    """The roles that `kvloom up` starts on this machine. Empty: all."""
-    host: str = ""
-    """Where processes listen for the other processes of their fabric, which all need its secret. Empty: `router.host`,
-    `shard.host`, `safety.host` and `edge.host`."""
-    advertised_host: Annotated[
-        str,
-        Flag(
-            "advertise",
-            "The host by which the other machines of a fleet reach this one (docs/fleet.md).",
-            metavar="HOST",
-        ),
-    ] = ""
-    """The host by which other machines reach the processes of this one. Empty: `host`, or the machine's name where
-    `host` is a wildcard."""
-    name_prefix: Annotated[
-        str,
-        Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$"),
-        Flag(
-            "name-prefix",
-            "What the names of the processes begin with: names are unique in a fleet.",
-            default="from --advertise",
-            metavar="TEXT",
-        ),
-    ] = ""
-    """The names of the processes that `kvloom up` starts begin with this. Names are unique in a fleet, so machines that
-    share a Redis need different prefixes."""
 
 
 class RedisConfig(Section):
@@ -125,7 +89,8 @@ class LogConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where routers, shards and the safety service serve /metrics (docs/metrics.md). Edges serve it on `edge.host`."""
+    """Where routers, shards and the safety service serve /metrics (docs/reference/metrics.md). Edges serve it on
+    `edge.host`."""
 
     host: str = "127.0.0.1"
     """Other addresses than loopback need TLS and API keys, like those for clients."""
@@ -133,7 +98,7 @@ class MetricsConfig(Section):
         Port,
         Flag(
             "metrics-port",
-            "The first of the ports for /metrics: safety service, routers, edges, control, shards.",
+            "The first of the ports for /metrics: safety service, routers, edges, control, orchestrator, shards.",
             default="free ones",
         ),
     ] = 0
@@ -157,11 +122,14 @@ class KvloomConfig(Section):
     edge: Annotated[EdgeConfig, BY_EDGES] = msgspec.field(default_factory=EdgeConfig)
     router: Annotated[RouterConfig, BY_ROUTERS] = msgspec.field(default_factory=RouterConfig)
     shard: Annotated[ShardConfig, BY_SHARDS] = msgspec.field(default_factory=ShardConfig)
+    resume: Annotated[ResumeConfig, BY_ROUTERS_AND_EDGES] = msgspec.field(default_factory=ResumeConfig)
     safety: Annotated[SafetyConfig, BY_SAFETY] = msgspec.field(default_factory=SafetyConfig)
     fabric: Annotated[FabricConfig, AT_START] = msgspec.field(default_factory=FabricConfig)
     callers: Annotated[CallersConfig, BY_ALL] = msgspec.field(default_factory=CallersConfig)
     control: Annotated[ControlConfig, BY_ROUTERS_AND_EDGES] = msgspec.field(default_factory=ControlConfig)
+    orchestrator: Annotated[OrchestratorConfig, BY_ORCHESTRATOR] = msgspec.field(default_factory=OrchestratorConfig)
     tls: Annotated[TlsConfig, BY_ALL] = msgspec.field(default_factory=TlsConfig)
     redis: Annotated[RedisConfig, AT_START] = msgspec.field(default_factory=RedisConfig)
     metrics: Annotated[MetricsConfig, AT_START] = msgspec.field(default_factory=MetricsConfig)
     log: Annotated[LogConfig, BY_ALL] = msgspec.field(default_factory=LogConfig)
+    tracing: Annotated[TracingConfig, BY_ALL] = msgspec.field(default_factory=TracingConfig)

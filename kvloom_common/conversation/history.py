@@ -2,7 +2,7 @@
 
 A client repeats with every turn what it, other software and models have written before. A refusal of any of it would
 end the conversation for good, so what a history holds is kept, mapped to something that a chat template can show, or
-left out (docs/http-api.md has the table). Only what the new turn itself asks for can be refused.
+left out (docs/reference/http-api.md has the table). Only what the new turn itself asks for can be refused.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ async def conversation_prompt(
     *,
     scope: str | None = None,
 ) -> tuple[array[int], str]:
-    """The (token ids, rendered text). `options`: further variables of the chat template, e.g. {"enable_thinking":
-    False}. `is_continued`: the last message is the beginning of the answer. `scope`: as for `ModelTokenizer.encode`.
-    Raises KvloomError."""
+    """The (token ids, rendered text). The text is what the safety service screens: it has every text that the model is
+    shown, in whatever field it was written, beside its neighbours. `options`: further variables of the chat template,
+    e.g. {"enable_thinking": False}. `is_continued`: the last message is the beginning of the answer. `scope`: as for
+    `ModelTokenizer.encode`. Raises KvloomError."""
     template = tokenizer.template
     if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
         messages, tools = plain_messages(messages, tools), ()
@@ -44,19 +45,18 @@ async def conversation_prompt(
         raise
 
 
-def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
-    """Returns the text of a conversation that the safety service screens: everything in it that a caller has
-    written."""
-    texts: list[str] = []
+def num_written_chars(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> int:
+    """Returns how many characters of a conversation its caller has written."""
+    num_chars = 0
     for tool in tools:
-        texts.append(json.dumps(tool.as_function(), ensure_ascii=False))  # noqa: PERF401  (there are mostly none)
+        num_chars += len(json.dumps(tool.as_function(), ensure_ascii=False))
     for message in messages:
+        num_chars += len(message.content)
         if message.reasoning:
-            texts.append(message.reasoning)
-        texts.append(message.content)
+            num_chars += len(message.reasoning)
         for call in message.tool_calls:
-            texts.append(call.arguments)  # noqa: PERF401
-    return "\n".join(texts)
+            num_chars += len(call.arguments)
+    return num_chars
 
 
 def _has_calls(messages: Sequence[ChatMessage]) -> bool:

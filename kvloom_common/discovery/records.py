@@ -71,7 +71,7 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     address: str
     """host:port for scrapers on any machine. It also identifies the target: a successor may have the same."""
     role: str
-    """edge, router, shard, safety or control."""
+    """edge, router, shard, safety, control or orchestrator."""
     name: str
     """The name of the process."""
     model: str
@@ -92,11 +92,12 @@ class MetricsTarget(msgspec.Struct, frozen=True):
         return ""
 
 
-ProcessRole = Literal["edge", "safety", "control", "supervisor"]
+ProcessRole = Literal["edge", "safety", "control", "orchestrator", "supervisor"]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """The announcement of an edge, a safety or control service, or the supervisor of a machine (`kvloom up`)."""
+    """The announcement of an edge, a safety or control service, an orchestrator, or the supervisor of a machine
+    (`kvloom up`)."""
 
     name: str
     address: str
@@ -139,7 +140,7 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     owner: str = ""
     """Who runs the rollout: a supervisor's data directory, or a machine."""
     scored_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """The share of the old version's answers that the new one scores (docs/shadow-traffic.md)."""
+    """The share of the old version's answers that the new one scores (docs/how-to/shadow-traffic.md)."""
 
     @property
     def key(self) -> str:

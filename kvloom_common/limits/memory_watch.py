@@ -12,12 +12,13 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from kvloom_common.limits.memory_policy import MemoryLevel, MemoryPolicy
+from kvloom_common.metrics.table import CounterRecord, GaugeRecord, MetricTable
 from kvloom_common.process.freed_memory import return_freed_memory
 
 log = structlog.get_logger()
@@ -53,12 +54,34 @@ class ResidentMemory:
         os.close(self._descriptor)
 
 
+class MemoryRecords(NamedTuple):
+    """The metrics of a process whose memory is watched."""
+
+    role: str
+    limit: GaugeRecord
+    level: GaugeRecord
+    returns: CounterRecord
+
+    @classmethod
+    def of(cls, table: MetricTable) -> MemoryRecords:
+        """Adds them to the table of an edge or router."""
+        name = f"kvloom_{table.role}_memory"
+        return cls(
+            table.role,
+            table.gauge(f"{name}_limit_bytes", "bytes", "The memory that this process may have."),
+            table.gauge(
+                f"{name}_level", "levels", "How short memory is: 0 for enough, 1 refuses large work, 2 all new work."
+            ),
+            table.counter(f"{name}_returns", "returns", "How many times freed memory was returned to the system."),
+        )
+
+
 class MemoryWatch:
     """Call `watch` once. `on_level` is called when the level changes."""
 
     def __init__(
         self,
-        component: str,
+        metrics: MemoryRecords,
         max_bytes: int,
         on_level: Callable[[MemoryLevel], None],
         registry: CollectorRegistry,
@@ -66,7 +89,7 @@ class MemoryWatch:
         read_resident: Callable[[], int] | None = None,
         sample_seconds: float = SAMPLE_SECONDS,
     ) -> None:
-        """`component` is "edge" or "router", as in the names of metrics. `max_bytes` is the limit, 0 for a share of the
+        """`max_bytes` is the limit, 0 for a share of the
         machine's memory. `is_idle`: whether no request runs. `read_resident` returns the process's memory; None: as the
         system counts it. It is read every `sample_seconds`."""
         self._policy = MemoryPolicy(memory_limit_bytes(max_bytes))
@@ -74,16 +97,10 @@ class MemoryWatch:
         self._is_idle = is_idle
         self._read_resident = read_resident
         self._sample_seconds = sample_seconds
-        self._component = component
-        prefix = f"kvloom_{component}_memory"
-        limit = Gauge(f"{prefix}_limit_bytes", "The memory in bytes that this process may have.", registry=registry)
-        limit.set(self._policy.max_bytes)
-        self._level = Gauge(
-            f"{prefix}_level", "0: normal, 1: large work is refused, 2: all new work is refused.", registry=registry
-        )
-        self._returns = Counter(
-            f"{prefix}_returns", "How many times freed memory was returned to the system.", registry=registry
-        )
+        self._component = metrics.role
+        metrics.limit.gauge(registry).set(self._policy.max_bytes)
+        self._level = metrics.level.gauge(registry)
+        self._returns = metrics.returns.series(registry)
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""

@@ -27,4 +27,4 @@ TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 """For the time between tokens."""
 TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 """For the lengths of prompts and answers."""
-WASTED_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)
+FEW_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)

@@ -1,5 +1,5 @@
 """When the answer of a smaller model is discarded, so that a larger one answers. It is pure: an answer that has ended
-is judged by the tests of its route (docs/model-routes.md)."""
+is judged by the tests of its route (docs/how-to/model-routes.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Output parsers: a model's text, as it arrives, becomes typed events (text, reasoning, tool calls).
 
-Pure: text in, events out. However the text is split into deltas, the events are the same (docs/tool-calls.md).
+Pure: text in, events out. However the text is split into deltas, the events are the same
+(docs/reference/tool-calls.md).
 
 events.py          `TextDelta`, `ReasoningDelta`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`
 spec.py            `OutputParser`, `ParserSpec`, `ToolSchema`

@@ -7,7 +7,6 @@ telemetry.py      sets up structlog
 log_lines.py      the renderers of log lines, and the writer that batches them
 request_context.py  the request that a task works for, whose names are in the task's log lines
 access_log.py    whether the end of a request is logged
-fast_metrics.py   counters and histograms that are cheap to update from one thread
 aligned_timer.py  runs all periodic work of a process at the same moment
 failure_log.py    logs a failure that may occur at the rate of requests
 control_socket.py  where the supervisor of a machine takes commands

@@ -1,7 +1,8 @@
 """Keeps an event loop's thread on one CPU, whose caches then still hold the loop's working set.
 
 Edges and routers work for a fraction of a millisecond a hundred times a second. Without this, Linux wakes them on any
-idle CPU, and each finds the other's data in the caches: a token of 64 streams costs a fifth more (docs/performance.md).
+idle CPU, and each finds the other's data in the caches: a token of 64 streams costs a fifth more
+(docs/operate/performance.md).
 
 This reserves no CPU. Where other processes keep it busy, the thread is released within a second, and is moved to the
 next CPU later.

@@ -19,6 +19,7 @@ _SERVICES: Final = (
     "jinja2",
     "joserfc",
     "msgspec",
+    "obstore",
     "prometheus_client",
     "psutil",
     "re2",
@@ -36,9 +37,10 @@ _BROUGHT_BY: Final = {
     **dict.fromkeys(_SERVICES, "kvloom-fabric"),
     **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
     "matplotlib": "kvloom-fabric[simulate]",
+    "opentelemetry": "kvloom-fabric[tracing]",
 }
 _OWN: Final = frozenset(
-    ("control", "edge_http", "kvloom", "kvloom_common", "router", "safety_svc", "shard_server", "tools")
+    ("control", "edge_http", "kvloom", "kvloom_common", "orchestrator", "router", "safety_svc", "shard_server", "tools")
 )
 
 

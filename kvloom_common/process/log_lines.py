@@ -1,4 +1,5 @@
-"""Cheap log lines: one system call for all lines of 20 ms, and renderers that do no more work than their output shows.
+"""Cheap log lines: all lines of 20 ms are made and written together, by one system call, and renderers do no more work
+than their output shows.
 
 For a line with five fields, structlog's own ConsoleRenderer takes 11 µs and `render_console` 2.8 µs; its JSONRenderer
 takes 3.6 µs and `render_json` 0.6 µs. The console output is the same.
@@ -11,7 +12,8 @@ import atexit
 import contextlib
 import json
 import threading
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -24,21 +26,30 @@ _LEVEL_WIDTH: Final = 9
 _QUOTED: Final = frozenset(" \t=\r\n\"'")
 _encode: Final = msgspec.json.Encoder(enc_hook=repr).encode
 
+Event = MutableMapping[str, Any]
+"""A line to be logged, as structlog hands it on: the message is its `event`."""
+
 
 class LineWriter:
-    """The logger that structlog writes to. In an event loop, lines are collected. Outside of one, and for warnings and
-    worse, a line is written at once, together with those that were collected before."""
+    """The logger that structlog writes to. In an event loop, lines are collected, and made of their events when they
+    are written: for many at a time that costs half. Outside of a loop, and for warnings and worse, a line is written at
+    once, together with those that were collected before. `process` stands in every line."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, render: Callable[[Event], str], process: str) -> None:
         self._file = file
-        self._lines: list[str] = []
+        self._render = render
+        self._process = process
+        self._events: list[Event] = []
         self._lock = threading.Lock()
+        self._second = -1
+        self._written_second = ""
         atexit.register(self.flush)
 
-    def msg(self, line: str) -> None:
+    def msg(self, event: Event) -> None:
+        """Write the line of `event` soon. It has its `timestamp` in nanoseconds, and is not to be changed any more."""
         with self._lock:
-            self._lines.append(line)
-            is_first, is_full = len(self._lines) == 1, len(self._lines) >= MAX_WAITING_LINES
+            self._events.append(event)
+            is_first, is_full = len(self._events) == 1, len(self._events) >= MAX_WAITING_LINES
         if is_full:
             self.flush()
         elif is_first:
@@ -49,9 +60,10 @@ class LineWriter:
 
     log = debug = info = msg
 
-    def urgent(self, line: str) -> None:
+    def urgent(self, event: Event) -> None:
+        """Write the line of `event` at once."""
         with self._lock:
-            self._lines.append(line)
+            self._events.append(event)
         self.flush()
 
     err = failure = warn = warning = error = critical = fatal = exception = urgent
@@ -59,16 +71,32 @@ class LineWriter:
     def flush(self) -> None:
         """Write the lines that were collected."""
         with self._lock:
-            lines, self._lines = self._lines, []
-            if lines:
+            events, self._events = self._events, []
+            if events:
                 # Lines that cannot be written (a full disk, a reader that has gone) are lost: an exception would appear
                 # in whatever code logs something.
                 with contextlib.suppress(OSError):
-                    self._file.write("\n".join(lines) + "\n")
+                    self._file.write("".join([self._line(event) + "\n" for event in events]))
                     self._file.flush()
 
+    def _line(self, event: Event) -> str:
+        second, nanoseconds = divmod(event["timestamp"], 1_000_000_000)
+        if second != self._second:
+            self._second = second
+            self._written_second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        event["timestamp"] = f"{self._written_second}.{nanoseconds // 1000:06d}Z"
+        event["process"] = self._process
+        return self._render(event)
 
-def render_console(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:
+
+def stamp(_logger: object, level: str, event: Event) -> tuple[tuple[Event], dict[str, Any]]:
+    """The last processor of structlog: hands an event over to the LineWriter, with its level and the time."""
+    event["level"] = level
+    event["timestamp"] = time.time_ns()
+    return (event,), {}
+
+
+def render_console(event: Event) -> str:
     """`time [level    ] event    key=value ...`, followed by the stack trace, if there is one, on separate lines."""
     stack = event.pop("exception", None)
     level, message = event.pop("level", ""), event.pop("event", "")
@@ -77,7 +105,7 @@ def render_console(_logger: object, _name: str, event: MutableMapping[str, Any])
     return line if stack is None else f"{line}\n{stack}"
 
 
-def render_json(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:
+def render_json(event: Event) -> str:
     """One JSON object. Values that JSON cannot represent are rendered by `repr`."""
     try:
         return _encode(event).decode()

@@ -53,7 +53,7 @@ def request_fields(
 def add_request_fields(_logger: object, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """A processor of structlog: adds the names of the task's request to a line that does not have them."""
     context = _current.get()
-    if context is not None:
+    if context is not None and "client_request_id" not in event:  # a line that has it has them all
         for key, value in context.log_fields().items():
             event.setdefault(key, value)
     return event

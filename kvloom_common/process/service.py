@@ -64,7 +64,7 @@ def announce_ready(line: ReadyLine) -> None:
 
 
 def announce_leaving() -> None:
-    """Report to the parent process that this process accepts no new connections any more."""
+    """Report to the parent process that this process is about to accept no new connections any more."""
     sys.stdout.buffer.write(LEAVING_LINE + b"\n")
     sys.stdout.buffer.flush()
 

@@ -8,26 +8,17 @@ import sys
 import structlog
 
 from kvloom_common.config import LogConfig
-from kvloom_common.process.log_lines import LineWriter, render_console, render_json
+from kvloom_common.process.log_lines import LineWriter, render_console, render_json, stamp
 from kvloom_common.process.request_context import add_request_fields
 
 
 def configure_logging(config: LogConfig, process: str) -> None:
     """Set structlog up to write to stderr. Every line has `process` (e.g. "router", "shard-0"). Prompts and tokens are
     never logged."""
-    renderer: structlog.typing.Processor = render_json if config.format == "json" else render_console
-    writer = LineWriter(sys.stderr)
+    writer = LineWriter(sys.stderr, render_json if config.format == "json" else render_console, process)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            add_request_fields,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[add_request_fields, structlog.processors.format_exc_info, stamp],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
         logger_factory=lambda *_args: writer,
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(process=process)

@@ -1,4 +1,5 @@
-"""Receipts: what a router signs of an answer, so that anyone with the model can compute it again (docs/receipts.md).
+"""Receipts: what a router signs of an answer, so that anyone with the model can compute it again
+(docs/how-to/receipts.md).
 
 receipt.py    the content, its canonical form, and its digests
 checks.py     what can be checked of a receipt without computing anything

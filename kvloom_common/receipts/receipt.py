@@ -19,7 +19,8 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from msgspec import UNSET, UnsetType
 
-from kvloom.v1.generation_pb2 import FinishReason, Pooling, SamplingParams, StopConditions
+from kvloom.v1.generation_pb2 import Pooling, SamplingParams, StopConditions
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from kvloom_common.tenancy.prices import Price
 
 M = TypeVar("M", bound=Message)
@@ -192,14 +193,10 @@ def output_of(index: int, token_ids: Sequence[int], reason: int, stop_string: st
     return Output(
         index=index,
         token_ids=list(token_ids),
-        finish_reason=reason_name(reason),
+        finish_reason=FINISH_REASON_NAMES[reason],
         stop_string=stop_string,
         embedding=base64.b64encode(embedding).decode() if embedding else UNSET,
     )
-
-
-def reason_name(reason: int) -> str:
-    return FinishReason.Name(FinishReason.ValueType(reason)).removeprefix("FINISH_REASON_").lower()
 
 
 def _as_json(message: Message) -> dict[str, Any]:

@@ -10,6 +10,18 @@ from kvloom_common.config import ResumeConfig
 from kvloom_common.replay.event_log import EventLog, ReplayBudget
 
 
+class ResumeSettings(ResumeConfig):
+    max_unattended: int = 1024
+    """Running answers that no client reads. If there are more, those that have waited longest are cancelled: each
+    costs a shard what an answer that is read costs, and few clients come back."""
+    max_journal_bytes: int = 32 * 2**20
+    """The size of an edge's latest events in Redis, which other edges read after it has died: some seconds of all the
+    tokens that an edge relays."""
+    max_kept_answer_bytes: int = 64 * 2**20
+    """The size of all answers together that an edge keeps for `Idempotency-Key`s and that are not streamed. The oldest
+    are dropped first, and one caller may have half of it. An answer over `max_response_bytes` is not kept."""
+
+
 class KeptStream(Protocol):
     """A resumable answer."""
 
@@ -33,7 +45,7 @@ class StreamRetention(Generic[S]):
     """`forget` is called to drop an answer altogether, and has to `discard` it. `on_evicted` is called for each answer
     that loses events so that other answers keep theirs."""
 
-    def __init__(self, config: ResumeConfig, forget: Callable[[S], None], on_evicted: Callable[[], None]) -> None:
+    def __init__(self, config: ResumeSettings, forget: Callable[[S], None], on_evicted: Callable[[], None]) -> None:
         self._config = config
         self._forget = forget
         self._on_evicted = on_evicted

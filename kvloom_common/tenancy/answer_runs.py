@@ -45,6 +45,8 @@ def last_runs(runs: Iterable[AnswerRun]) -> list[AnswerRun]:
             lasts.append(run)
         elif run.end >= before.end:
             lasts[lasts.index(before)] = run
+        else:  # what was lost is computed again once, also where the second run did not come as far
+            lasts[lasts.index(before)] = before._replace(is_lost=False)
     return lasts
 
 

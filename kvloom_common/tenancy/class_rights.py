@@ -1,5 +1,5 @@
-"""Says which priority classes (docs/scheduling.md) an organisation, a project or a key may name, and the default
-one."""
+"""Says which priority classes (docs/concepts/scheduling.md) an organisation, a project or a key may name, and the
+default one."""
 
 from __future__ import annotations
 

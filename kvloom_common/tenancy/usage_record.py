@@ -103,7 +103,8 @@ class UsageRecord(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Fa
     num_failovers: int = 0
     """Its shard had failed."""
     priority_class: str = ""
-    """The class with which it was served (docs/scheduling.md); "" in records of routers that did not say it."""
+    """The class with which it was served (docs/concepts/scheduling.md); "" in records of routers that did not say
+    it."""
 
     @property
     def answer(self) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-_SUFFIXES: Final = (".json", ".safetensors", ".jinja", ".model")
+_SUFFIXES: Final = (".json", ".safetensors", ".weights", ".jinja", ".model")
 """The suffixes of the files in a model's directory that determine its output."""
 
 

@@ -3,6 +3,7 @@ fields with their defaults.)"""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -16,16 +17,29 @@ _INTEGERS: Final = frozenset(
 
 
 def as_plain(message: Message) -> dict[str, Any]:
-    """All fields, except messages that are not there."""
+    """All fields, except messages and optional fields that are not there. Values of enums are words: "stop" for
+    FINISH_REASON_STOP, and "" for UNSPECIFIED."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
-        if field.is_repeated:
+        is_message = field.message_type is not None
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif field.enum_type is not None and not field.is_repeated:
+            found[field.name] = _word(field.enum_type, value)
+        elif field.is_repeated:
             found[field.name] = [as_plain(one) if is_message else one for one in value]
-        elif not is_message or message.HasField(field.name):
+        elif not field.has_presence or message.HasField(field.name):
             found[field.name] = as_plain(value) if is_message else value
     return found
+
+
+def _word(enum: Any, number: int) -> str:
+    value = enum.values_by_number.get(number)
+    if value is None or not number:
+        return ""
+    prefix = re.sub("(?<!^)(?=[A-Z])", "_", enum.name).upper()
+    return value.name.removeprefix(f"{prefix}_").lower()
 
 
 def fill(message: Message, plain: Any, at: str = "") -> None:

@@ -6,6 +6,7 @@ tls_trust.py      TLS on both sides, with the certificates of the moment
 shared_secret.py  the same with a secret, kept up to date with its file
 identity.py       what a service has that must not have the secret: a certificate, and keys for its own records
 identity_trust.py  the same with an identity
+on_behalf.py      how an orchestrator says for whom it sends a request
 roles.py          which roles of processes may call which methods
 certificates.py   certificates that each process makes for itself from the secret, for TLS between processes
 seal.py           how registry records and journal entries are protected; without a secret, not at all

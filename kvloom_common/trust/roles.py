@@ -11,6 +11,7 @@ from typing import Any, Final
 
 CONTROL: Final = "control"
 EDGE: Final = "edge"
+ORCHESTRATOR: Final = "orchestrator"
 ROUTER: Final = "router"
 SAFETY: Final = "safety"
 SHARD: Final = "shard"
@@ -19,10 +20,11 @@ TOOLS: Final = "tools"
 """Commands of the operator."""
 
 _OPERATORS: Final = frozenset({SUPERVISOR, TOOLS})
-_ALL: Final = frozenset({CONTROL, EDGE, ROUTER, SAFETY, SHARD, SUPERVISOR, TOOLS})
+_ALL: Final = frozenset({CONTROL, EDGE, ORCHESTRATOR, ROUTER, SAFETY, SHARD, SUPERVISOR, TOOLS})
 
 CALLERS: Final[Mapping[str, frozenset[str]]] = {
-    "edge/HTTP": _OPERATORS | {EDGE},
+    "edge/HTTP": _OPERATORS | {EDGE, ORCHESTRATOR},
+    "edge/on-behalf": frozenset({EDGE, ORCHESTRATOR}),
     "grpc.health.v1.Health": _ALL,
     "grpc.reflection.v1alpha.ServerReflection": _ALL,
     "kvloom.v1.ControlService/Follow": _OPERATORS | {EDGE, ROUTER},
@@ -30,6 +32,8 @@ CALLERS: Final[Mapping[str, frozenset[str]]] = {
     "kvloom.v1.ControlService/ReportKeyUses": frozenset({EDGE, ROUTER}),
     "kvloom.v1.DirectoryService": _OPERATORS | {EDGE},
     "kvloom.v1.ModelCardService": _OPERATORS | {EDGE, ROUTER},
+    "kvloom.v1.OrchestratorService": _OPERATORS | {EDGE},
+    "kvloom.v1.OverviewService": _OPERATORS | {EDGE},
     "kvloom.v1.RouterService": _OPERATORS | {EDGE, ROUTER},
     "kvloom.v1.RouterService/ClearResultCache": _OPERATORS,
     "kvloom.v1.SafetyService": frozenset({ROUTER, TOOLS}),

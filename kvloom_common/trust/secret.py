@@ -1,4 +1,4 @@
-"""The secret that all processes of a fabric share (docs/security.md, ADR 19).
+"""The secret that all processes of a fabric share (docs/operate/security.md, ADR 19).
 
 It is one line of text, in a file of mode 0600 or in the environment variable KVLOOM_FABRIC_SECRET:
 

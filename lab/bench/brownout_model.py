@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
+from kvloom_common.config import BrownoutStepConfig
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
 from lab.bench.plots import RunTimeline
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, SubmitAttempt
+from router.core.rule_settings import BrownoutSettings
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Outcome
@@ -115,7 +116,7 @@ def measure(
 def run(plan: BrownoutPlan, timelines: dict[str, RunTimeline]) -> dict[str, Any]:
     """Measure with the default ladder, with its last step alone, which only refuses, and without any. `timelines` gets
     each run."""
-    capacity, ladder = find_capacity(plan), BrownoutConfig().steps
+    capacity, ladder = find_capacity(plan), BrownoutSettings().steps
     reports: dict[str, dict[str, Any]] = {}
     for name, steps in (("ladder", ladder), ("refusals_only", ladder[-1:]), ("without", ())):
         reports[name], timelines[name] = measure(plan, capacity, steps)
@@ -149,5 +150,5 @@ def _row(outcomes: Sequence[Outcome], seconds: float, plan: BrownoutPlan, notes:
     }
 
 
-def _ladder(plan: BrownoutPlan, steps: Sequence[BrownoutStepConfig]) -> BrownoutConfig | None:
-    return BrownoutConfig(enabled=True, ttft_slo_seconds=plan.ttft_slo_seconds, steps=list(steps)) if steps else None
+def _ladder(plan: BrownoutPlan, steps: Sequence[BrownoutStepConfig]) -> BrownoutSettings | None:
+    return BrownoutSettings(enabled=True, ttft_slo_seconds=plan.ttft_slo_seconds, steps=list(steps)) if steps else None

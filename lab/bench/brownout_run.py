@@ -57,8 +57,6 @@ class FabricBrownoutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return BrownoutConfig(
             enabled=True,
             ttft_slo_seconds=self.ttft_slo_seconds,
-            fast_window_seconds=default.fast_window_seconds * pace,
-            slow_window_seconds=default.slow_window_seconds * pace,
             min_step_seconds=default.min_step_seconds * pace,
             hold_seconds=default.hold_seconds * pace,
             steps=[

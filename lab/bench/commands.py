@@ -10,8 +10,10 @@ from tools.cli.lazy_group import LazyGroup
 @click.group(
     cls=LazyGroup,
     commands_at={
+        "autoscaling": "lab.bench.autoscaling:bench_autoscaling",
         "brownout": "lab.bench.brownout:bench_brownout",
         "index": "lab.bench.prefix_index:bench_index",
+        "encoder-peers": "lab.bench.encoder_peers.command:bench_encoder_peers",
         "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",
         "kv-shares": "lab.bench.kv_shares:bench_kv_shares",
         "conversations": "lab.bench.conversations_command:bench_conversations",
@@ -21,6 +23,7 @@ from tools.cli.lazy_group import LazyGroup
         "preemption": "lab.bench.preemption:bench_preemption",
         "spot-notice": "lab.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
+        "regimes": "lab.study.regimes_command:regimes_command",
         "routing": "lab.study.command:study_command",
     },
 )

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvloom_common.config import OverloadConfig
 from lab.bench.bench_fabric import POLICY, PROFILE, SEED
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, number
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
 from router.core.core_config import NO_OVERLOAD_CONTROL
+from router.core.rule_settings import OverloadSettings
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Outcome
@@ -113,7 +113,7 @@ def _kept(rows: Sequence[dict[str, Any]]) -> float:
     return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
 
 
-def _overload(*, sheds_load_early: bool) -> OverloadConfig:
+def _overload(*, sheds_load_early: bool) -> OverloadSettings:
     return router_core().overload if sheds_load_early else NO_OVERLOAD_CONTROL
 
 

@@ -127,8 +127,7 @@ class ChaosPlan:
         config.shard.num_blocks = 1024  # soon full, like the cache of a shard that has been up for long
         config.control.enabled = config.control.witness = self.num_tenants > 0
         config.log.format = "json"  # usage records are read from it
-        for section in (config.edge, config.router, config.shard):
-            section.drain_timeout_seconds = 15.0
+        config.fabric.drain_timeout_seconds = 15.0
         return config
 
 

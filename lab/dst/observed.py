@@ -6,12 +6,12 @@ import enum
 from collections import Counter
 from typing import NamedTuple
 
-from kvloom_common.config import FairnessConfig
 from router.core.core import CoreConfig
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
 from router.core.fleet.departure import MARGIN_SHARE
 from router.core.fleet.fleet import OUTSTANDING_PER_BATCH
 from router.core.fleet.shard_health import HealthState
+from router.core.rule_settings import FairnessSettings
 
 
 class State(enum.Enum):
@@ -36,6 +36,7 @@ class ObservedChoice:
         "num_moves",
         "num_sent_tokens",
         "num_starts",
+        "num_strikes",
         "place",
         "placed_at",
         "request",
@@ -55,6 +56,8 @@ class ObservedChoice:
         self.placed_at = 0.0
         """When its current attempt was dispatched, by the router's clock."""
         self.num_attempts = 0
+        self.num_strikes = 0
+        """Shards that were lost or failed with it, before it had any output."""
         self.num_moves = 0
         """Attempts that its shard or the router ended in order to move it."""
         self.limit: int | None = None
@@ -283,7 +286,7 @@ class ObservedShard:
         num_mine = tenants.count(tenant)
         return bool(self.open.keys() - self.started) and max(2, len(set(tenants))) * num_mine > len(self.open)
 
-    def num_reserved_blocks(self, fairness: FairnessConfig) -> int:
+    def num_reserved_blocks(self, fairness: FairnessSettings) -> int:
         return max(1, int(self.description.num_blocks * fairness.reserved_share))
 
     @property
@@ -356,7 +359,7 @@ class ObservedShard:
         choices = ((slot, self.current(slot)) for slot in self.open)
         self.num_reported_tokens = {slot: choice.num_tokens for slot, choice in choices if choice is not None}
 
-    def may_be_left_free(self, tenant: str, fairness: FairnessConfig | None) -> bool:
+    def may_be_left_free(self, tenant: str, fairness: FairnessSettings | None) -> bool:
         """True when the tenant has its share of the shard, so that the rest of the batch or of the blocks is left to
         other tenants. Probes and prefill chunks may be anyone's."""
         if fairness is None:

@@ -7,21 +7,21 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from kvloom_common.config import (
-    BrownoutConfig,
-    BrownoutStepConfig,
-    DisaggregationConfig,
-    FairnessConfig,
-    HealthConfig,
-    OverloadConfig,
-)
+from kvloom_common.config import BrownoutStepConfig
 from lab.dst.script import ScriptedSampling
 from router.core.core import CoreConfig
-from router.core.core_config import NO_RAMP
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.placement import POLICIES
 from router.core.priority_classes import PriorityClass
+from router.core.rule_settings import (
+    NO_RAMP,
+    BrownoutSettings,
+    DisaggregationSettings,
+    FairnessSettings,
+    HealthSettings,
+    OverloadSettings,
+)
 
 MODELS: Final = ("model-a", "model-b", "model-c", "model-d", "model-e")
 """The names of all models that shards may serve. The first ones are there from the beginning."""
@@ -91,6 +91,9 @@ LIMITS_SHARE: Final = 0.15
 
 ROLES_SHARE: Final = 0.1
 """The share of seeds in which shards have roles in disaggregated prefill."""
+
+NOTICES_SHARE: Final = 0.05
+"""The share of seeds in which shards get notice more than anything else happens."""
 
 ROLLOUT_OUTCOMES: Final = ("rollout_done", "rollout_rolled_back", "rollout_failed")
 
@@ -247,6 +250,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         kv_shares=_draw_kv_shares(random.Random(f"{seed} kv shares"), num_tenants),
     )
     scenario = _with_rollouts(random.Random(f"{seed} rollouts"), _with_model_changes(model_rng, scenario))
+    scenario = _with_notices(random.Random(f"{seed} departures"), scenario)
     if scenario.config.classes and not any(one.reserved_share for one in scenario.config.classes):
         # A class starves only while others have more to do than the fleet can, for longer than a burst.
         return dataclasses.replace(scenario, requests_per_second=80.0, chaos_seconds=scenario.chaos_seconds + 1.0)
@@ -304,6 +308,25 @@ def _with_rollouts(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
+def _with_notices(rng: random.Random, scenario: Scenario) -> Scenario:
+    """In a few seeds machines are taken away again and again, and little else happens: what runs there has room
+    elsewhere, where it can be seen to move."""
+    if rng.random() >= NOTICES_SHARE or scenario.has_model_changes or scenario.has_rollouts:
+        return scenario
+    kept = {kind: rate for kind, rate in scenario.rates.items() if kind in HARMLESS_KINDS}
+    roomy = dataclasses.replace(scenario.shards[0], num_blocks=96, max_batch=4, has_scarce_blocks=False, role="")
+    return dataclasses.replace(
+        scenario,
+        rates={
+            **kept,
+            "spot_notice": 2.0 * FAULTS_PER_SECOND["spot_notice"],
+            "scale_in": FAULTS_PER_SECOND["scale_in"],
+        },
+        shards=(roomy,) * 4,
+        chaos_seconds=scenario.chaos_seconds + 1.0 / scenario.num_epochs,
+    )
+
+
 def draw_loaded_shards(rng: random.Random, scenario: Scenario, model: str) -> list[ShardShape]:
     """The shards of a model that is loaded while traffic runs."""
     block_size, max_model_len, max_batch = rng.choice((4, 8)), rng.choice((64, 96)), rng.choice((1, 2, 4))
@@ -336,9 +359,9 @@ def _can_hand_over(sampling: object) -> bool:
     return isinstance(sampling, ScriptedSampling) and not sampling.wants_logprobs
 
 
-def _draw_disaggregation(rng: random.Random) -> DisaggregationConfig:
+def _draw_disaggregation(rng: random.Random) -> DisaggregationSettings:
     """Sized for simulated prompts, which are short."""
-    return DisaggregationConfig(
+    return DisaggregationSettings(
         min_prompt_tokens=rng.choice((4, 12)), leg_timeout_seconds=rng.choice((0.05, 0.3, 30.0))
     )
 
@@ -379,11 +402,11 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
     )
 
 
-def _draw_health(rng: random.Random) -> HealthConfig | None:
+def _draw_health(rng: random.Random) -> HealthSettings | None:
     """Sized for simulated steps, which are short."""
     if rng.random() < 0.2:
         return None
-    return HealthConfig(
+    return HealthSettings(
         stall_seconds=rng.choice((0.1, 0.25)),
         slow_factor=rng.choice((3.0, 10.0)),
         slow_seconds=rng.choice((0.1, 0.5)),
@@ -395,11 +418,11 @@ def _draw_health(rng: random.Random) -> HealthConfig | None:
     )
 
 
-def _draw_fairness(rng: random.Random) -> FairnessConfig | None:
+def _draw_fairness(rng: random.Random) -> FairnessSettings | None:
     """Sized for simulated answers, which are short."""
     if rng.random() < 0.4:
         return None
-    return FairnessConfig(
+    return FairnessSettings(
         preempt_after_seconds=rng.choice((0.002, 0.01, 0.05)),
         reserved_share=rng.choice((0.0, 0.125, 0.5)),
         contention_seconds=rng.choice((0.02, 0.5, 30.0)),
@@ -420,7 +443,7 @@ def _draw_classes(rng: random.Random) -> tuple[PriorityClass, ...]:
     )
 
 
-def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
+def _draw_brownout(rng: random.Random) -> BrownoutSettings | None:
     """In a fifth of the seeds; sized for simulated answers, which are short."""
     if rng.random() > 0.2:
         return None
@@ -431,7 +454,7 @@ def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
         BrownoutStepConfig(max_tokens=1, max_queue_seconds=0.05),
     ]
     rng.shuffle(steps)
-    return BrownoutConfig(
+    return BrownoutSettings(
         enabled=True,
         ttft_slo_seconds=rng.choice((0.01, 0.05, 0.2)),
         target=rng.choice((0.9, 0.95)),
@@ -445,8 +468,8 @@ def _draw_brownout(rng: random.Random) -> BrownoutConfig | None:
     )
 
 
-def _draw_overload(rng: random.Random) -> OverloadConfig:
-    return OverloadConfig(
+def _draw_overload(rng: random.Random) -> OverloadSettings:
+    return OverloadSettings(
         sheds_load_early=rng.random() < 0.5,
         outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
         ramp_start_requests=rng.choice((NO_RAMP, 1, 2)),

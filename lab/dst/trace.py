@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from lab.dst.environment import TraceEntry
 from lab.dst.scenario import Scenario
 from router.core.actions import (
@@ -136,7 +136,7 @@ def _action(action: Action) -> str:
                 f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"
             )
         case RequestEnded():
-            return f"ended {action.request_id} {_reason(action.reason)} {action.num_output_tokens} tokens"
+            return f"ended {action.request_id} {FINISH_REASON_NAMES[action.reason]} {action.num_output_tokens} tokens"
         case _:
             return type(action).__name__
 
@@ -167,12 +167,8 @@ def _step(step: Step) -> str:
 
 def _finish(finish: Finish) -> str:
     if finish.error is None:
-        return _reason(finish.reason)
+        return FINISH_REASON_NAMES[finish.reason]
     return ErrorReason.Name(finish.error.reason).removeprefix("ERROR_REASON_").lower()
-
-
-def _reason(reason: FinishReason.ValueType) -> str:
-    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def join_lines(lines: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from lab.dst.checker import Hooks, Violation
 from lab.dst.observed import (
     AttemptDeparture,
@@ -48,7 +48,7 @@ from router.core.events import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
-from router.core.relay.lifecycle import RETRYABLE_REASONS
+from router.core.relay.lifecycle import MAX_STRIKES, RETRYABLE_REASONS
 
 
 class Witness:
@@ -225,6 +225,8 @@ class Witness:
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 is_drained = reason == ErrorReason.ERROR_REASON_DRAINING
+                if reason in (0, ErrorReason.ERROR_REASON_ENGINE_FAILED) and finish.reason == FINISH_REASON_ERROR:
+                    self._strike(choice)
                 self._leave(choice, shard, can_retry=reason in RETRYABLE_REASONS, is_drained=is_drained)
 
     def _lose_shard(self, shard_id: str) -> None:
@@ -237,7 +239,14 @@ class Witness:
                 self._drop_prefill(shard, slot)
                 choice = shard.current(slot)
                 if choice is not None:
+                    if shard.empty_by is None:
+                        self._strike(choice)
                     self._leave(choice, shard, can_retry=True, is_drained=shard.empty_by is not None)
+
+    def _strike(self, choice: ObservedChoice) -> None:
+        """A shard was lost or failed with a choice: twice without output is enough."""
+        if not choice.emitted and not choice.request.num_legs:
+            choice.num_strikes += 1
 
     def _leave(self, choice: ObservedChoice, shard: ObservedShard, *, can_retry: bool, is_drained: bool) -> None:
         """Record that a choice no longer runs on a shard: it is queued for another one, or about to end."""
@@ -247,7 +256,8 @@ class Witness:
             choice.num_moves += 1
         choice.place = None
         choice.state = State.OVER
-        if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:
+        is_exhausted = choice.num_failures >= self.config.max_attempts or choice.num_strikes >= MAX_STRIKES
+        if can_retry and not is_exhausted and not choice.is_at_limit:
             choice.state = State.WAITING
             choice.request.avoid_shard_id = shard.description.shard_id
             how = AttemptDeparture.NOTICE if has_notice else AttemptDeparture.DRAIN
@@ -396,7 +406,9 @@ class Witness:
             leg = observed.leg
             if leg is not None and (leg.shard, leg.slot) == (shard.description, slot):
                 observed.leg = None
-                observed.handoff = ObservedHandoff(handoff, leg.shard) if handoff else None
+                # A leg that has taken too long is given up before the event that ends it is looked at.
+                is_late = self.now - leg.began_at >= self.config.disaggregation.leg_timeout_seconds
+                observed.handoff = ObservedHandoff(handoff, leg.shard) if handoff and not is_late else None
 
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)

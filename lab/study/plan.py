@@ -24,7 +24,7 @@ MOONCAKE_RATE: Final = 3.25
 WEKA_USERS: Final = (80, 110)
 
 CLASSES: Final = "classes"
-"""The table of docs/class-placement.md."""
+"""The table of docs/notes/routing/class-placement.md."""
 CLASS_RATES: Final = (1.0, 1.5, 2.0)
 CLASS_CALLS: Final = 2000
 CLASS_SEEDS: Final = (1,)
@@ -90,47 +90,47 @@ class StudyPlan:
     @property
     def capacity_job(self) -> CapacitySpec:
         """The rates of the table "rates" are multiples of this capacity."""
-        return CapacitySpec(run=replace(self._mooncake, policy=DEFAULT_POLICY), seeds=CONTEST_SEEDS)
+        return CapacitySpec(run=replace(self.mooncake, policy=DEFAULT_POLICY), seeds=CONTEST_SEEDS)
 
     def table(self, name: str, capacity: float | None) -> StudyTable:
         """`capacity` is the result of `capacity_job`. Only "rates" needs it."""
         all_policies = (*POLICIES, BOUND)
         if name == "mooncake":
-            return StudyTable("figures", [Row("Mooncake", self._mooncake)], all_policies)
+            return StudyTable("figures", [Row("Mooncake", self.mooncake)], all_policies)
         if name.startswith("weka_"):
-            return StudyTable("figures", [Row("WEKA", self._weka(int(name.removeprefix("weka_"))))], all_policies)
+            return StudyTable("figures", [Row("WEKA", self.weka(int(name.removeprefix("weka_"))))], all_policies)
         if name == CLASSES:
-            mixed = replace(self._mooncake, batch_share=BATCH_SHARE, max_requests=CLASS_CALLS)
+            mixed = replace(self.mooncake, batch_share=BATCH_SHARE, max_requests=CLASS_CALLS)
             rates = [Row(f"×{rate:g}", replace(mixed, load=rate)) for rate in CLASS_RATES]
             return StudyTable("classes", rates, CLASS_POLICIES)
         if name == "capacity":
-            rows = [Row("Mooncake, rate ×", self._mooncake), Row("WEKA, users", self._short_weka)]
+            rows = [Row("Mooncake, rate ×", self.mooncake), Row("WEKA, users", self._short_weka)]
             return StudyTable("capacity", rows, (*CONTEST, BOUND))
         if name == "rates":
             assert capacity is not None
             rows = [
-                Row(
-                    f"{share:.0%} of capacity (×{share * capacity:.2f})", replace(self._mooncake, load=share * capacity)
-                )
+                Row(f"{share:.0%} of capacity (×{share * capacity:.2f})", replace(self.mooncake, load=share * capacity))
                 for share in (0.5, 0.75, 1.0, 1.25, 1.5)
             ]
             return StudyTable("contest", rows, CONTEST)
         return StudyTable("contest", self._contests()[name], CONTEST)
 
     @property
-    def _mooncake(self) -> RunSpec:
+    def mooncake(self) -> RunSpec:
+        """The run of Mooncake's conversation trace, without policy and seed."""
         source = TraceSource(path=self.mooncake_path, format="mooncake")
         return RunSpec(trace=source, load=MOONCAKE_RATE, policy="", profile=PROFILES["70b"], num_shards=NUM_SHARDS)
 
-    def _weka(self, users: int) -> RunSpec:
-        return replace(self._mooncake, trace=TraceSource(path=self.weka_path, format="weka"), load=float(users))
+    def weka(self, users: int) -> RunSpec:
+        """The run of WEKA's sessions with so many users, without policy and seed."""
+        return replace(self.mooncake, trace=TraceSource(path=self.weka_path, format="weka"), load=float(users))
 
     @property
     def _short_weka(self) -> RunSpec:
-        return replace(self._weka(WEKA_USERS[0]), max_requests=CONTEST_CALLS)
+        return replace(self.weka(WEKA_USERS[0]), max_requests=CONTEST_CALLS)
 
     def _contests(self) -> dict[str, list[Row]]:
-        mooncake, weka = self._mooncake, self._short_weka
+        mooncake, weka = self.mooncake, self._short_weka
         both = (("Mooncake", mooncake, 512), (f"WEKA {WEKA_USERS[0]} users", weka, 64))
         return {
             "staleness": [

@@ -10,14 +10,14 @@ from typing import Final
 from urllib.parse import quote
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
-from kvloom_common.config import ResumeConfig
 from kvloom_common.process.request_context import request_fields
-from kvloom_common.replay.stream_retention import StreamRetention
+from kvloom_common.replay.stream_retention import ResumeSettings, StreamRetention
+from router import metric_table as table
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.caller_scope import TRUSTED, CallerScope
@@ -43,36 +43,18 @@ class ResumeMetrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"kvloom_router_{name}", text, registry=registry)
-
-        self._resumed = counter("resumed_streams", "Generate streams taken up again by their client. Unit: streams.")
-        self._replayed = counter(
-            "replayed_responses", "Responses that were there before their reader came. Unit: responses."
-        )
-        self._expired = counter("expired_answers", "Answers cancelled because no client came back. Unit: answers.")
-        self._evicted = counter(
-            "evicted_answers", "Answers whose responses were forgotten to keep others'. Unit: answers."
-        )
-        self._unclaimed = counter(
-            "unclaimed_responses",
-            "Responses of expired answers that were generated in vain, after their client had left. Unit: responses.",
-        )
+        self._resumed = table.RESUMED_STREAMS.series(registry)
+        self._replayed = table.REPLAYED_RESPONSES.series(registry)
+        self._expired = table.EXPIRED_ANSWERS.series(registry)
+        self._evicted = table.EVICTED_ANSWERS.series(registry)
+        self._unclaimed = table.UNCLAIMED_RESPONSES.series(registry)
 
     def watch(
         self, num_kept: Callable[[], float], num_unattended: Callable[[], float], num_bytes: Callable[[], float]
     ) -> None:
-        for name, text, function in (
-            ("resumable_answers", "Answers that can be resumed now. Unit: answers.", num_kept),
-            (
-                "unattended_answers",
-                "Running answers that can be resumed and that no client reads now. Unit: answers.",
-                num_unattended,
-            ),
-            ("resume_bytes", "Size of the responses held now for resumable answers. Unit: bytes.", num_bytes),
-        ):
-            Gauge(f"kvloom_router_{name}", text, registry=self._registry).set_function(function)
+        table.RESUMABLE_ANSWERS.watch(self._registry, num_kept)
+        table.UNATTENDED_ANSWERS.watch(self._registry, num_unattended)
+        table.RESUME_BYTES.watch(self._registry, num_bytes)
 
     def on_resumed(self, num_replayed: int) -> None:
         self._resumed.inc()
@@ -91,7 +73,7 @@ class ResumableAnswers:
 
     def __init__(
         self,
-        config: ResumeConfig,
+        config: ResumeSettings,
         dispatcher: CoreDriver,
         intake: RequestValidator,
         named_calls: NamedCalls,

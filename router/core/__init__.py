@@ -13,6 +13,8 @@ live.py                  clients, live requests, their choices and their attempt
 objectives.py            what a caller expects of the speed of its answer, and what became of it
 request_end.py           how a request ended, and how often it was moved
 priority_classes.py      the classes of requests: which goes first, and what each is guaranteed
+rule_settings.py         the keys that rules follow, and what no operator can choose
+request_hook.py          where a rule that is off by default meets requests
 request_usage.py         what a usage record needs of a request
 degradation.py           how an answer was degraded when its request was admitted
 uncleared_output.py      output of a choice that its client must not see yet

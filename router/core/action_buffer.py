@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep
+from router.core.actions import Action, AnswerScope, CancelOnShard, ScreenAnswers, SendStep
 from router.core.frames import Step
 from router.core.live import Choice, StreamClient
 
@@ -21,6 +21,7 @@ class ActionBuffer:
         self.screen_deltas: list[str] = []
         self.close_slots: list[int] = []
         self.screen_skips: list[tuple[int, int, str]] = []
+        self.screen_scopes: list[AnswerScope] = []
 
     def add(self, action: Action) -> None:
         self._actions.append(action)
@@ -80,7 +81,9 @@ class ActionBuffer:
                     actions.append(SendStep(client.client_id, step))
             self.clients = []
         if self.screen_slots or self.close_slots:
-            actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips))
-            self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips = [], [], [], []
+            skips, scopes = self.screen_skips, self.screen_scopes
+            actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots, skips, scopes))
+            self.screen_slots, self.screen_deltas, self.close_slots = [], [], []
+            self.screen_skips, self.screen_scopes = [], []
         self._actions = []
         return actions

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -93,6 +94,17 @@ class CheckPrompt(msgspec.Struct, frozen=True):
     request_id: str = ""
     client_request_id: str = ""
     traceparent: str = ""
+    guardrails: Sequence[str] = ()
+    safety_identifier: str = ""
+
+
+class AnswerScope(NamedTuple):
+    """The owner of an answer that is screened in a slot."""
+
+    slot: int
+    tenant: str
+    guardrails: Sequence[str] = ()
+    safety_identifier: str = ""
 
 
 class ScreenAnswers(msgspec.Struct, frozen=True):
@@ -104,6 +116,8 @@ class ScreenAnswers(msgspec.Struct, frozen=True):
     skips: Sequence[tuple[int, int, str]] = ()
     """(slot, number of characters, the last of them): text that was cleared without the service and precedes the slot's
     delta."""
+    scopes: Sequence[AnswerScope] = ()
+    """Those of the slots that open."""
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ The same core runs in the service, in the trace simulator and in the determinist
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,7 @@ class RouterCore:
             self._action_buffer,
             config.prefill_chunks,
             fair_shares,
-            ServiceCounters(config.prompt_token_weight, config.output_token_weight),
+            ServiceCounters(),
             config.disaggregation,
             config.handoffs,
             self._deadlines.add,
@@ -121,7 +122,7 @@ class RouterCore:
             self._action_buffer,
             config.max_attempts,
             limiter=limiter,
-            brownout=self._brownout,
+            hook=self._brownout,
         )
         self._limits = (
             None
@@ -264,6 +265,13 @@ class RouterCore:
             if live.arrived_at < arrived_before
         ]
 
+    def oldest(self, is_wanted: Callable[[LiveRequest], bool], most: int, now: float) -> list[RequestEnded]:
+        """The same for at most so many live requests, those first that arrived first."""
+        for shard in self._fleet.shards.values():
+            shard.fast_path.write_back()
+        wanted = filter(is_wanted, self._lifecycle.requests.values())
+        return [request_progress(live, now) for live in itertools.islice(wanted, most)]
+
     def next_deadline(self) -> float | None:
         """The time at which a Tick is needed at the latest; None: not before another event."""
         at = min(
@@ -316,6 +324,17 @@ class RouterCore:
         """The number of requests that wait for a shard with room."""
         return len(self._attempt_sender.queue)
 
+    def queued_by_model(self) -> dict[str, tuple[int, int]]:
+        """How many requests have not been sent to a shard yet, and how many prompt tokens they have together, of each
+        model. Takes time in the number of live requests."""
+        queues: dict[str, tuple[int, int]] = {}
+        for live in self._lifecycle.requests.values():
+            request = live.request
+            if not live.num_attempts and request.client_id != ev.SHADOW_CLIENT_ID:
+                num_requests, num_tokens = queues.get(request.model, (0, 0))
+                queues[request.model] = (num_requests + 1, num_tokens + len(request.prompt_token_ids))
+        return queues
+
     @property
     def is_idle(self) -> bool:
         """True when nothing is live, reserved or waiting for a verdict."""
@@ -355,6 +374,10 @@ class RouterCore:
             prefill_tokens_per_second=view.report.prefill_tokens_per_second,
             decode_step_seconds=view.report.decode_step_seconds,
             prefill_seconds=view.speed.coefficients,
+            load=view.report,
+            is_asleep=shard.is_asleep,
+            is_withdrawn=shard.is_withdrawn,
+            adapters=[adapter.name for adapter in shard.adapters.states],
         )
 
     # -- shards ---------------------------------------------------------------------------------------------------

@@ -6,27 +6,25 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvloom_common.config import (
-    BrownoutConfig,
-    DisaggregationConfig,
-    FairnessConfig,
-    HealthConfig,
-    OverloadConfig,
-    RouterConfig,
-    SafetyConfig,
-)
+from kvloom_common.config import FabricConfig, RouterConfig, SafetyConfig
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.dispatch.prefill_handoffs import HandoffAbilities
 from router.core.placement.policy import Policy
 from router.core.priority_classes import PriorityClass
+from router.core.rule_settings import (
+    NO_RAMP,
+    BrownoutSettings,
+    DisaggregationSettings,
+    FairnessSettings,
+    HealthSettings,
+    OverloadSettings,
+)
 
 _ROUTER: Final = RouterConfig()
 _SAFETY: Final = SafetyConfig()
 MAX_HELD_TOKENS: Final = 4096
 """The most tokens of one request that are held while its text waits for the safety service."""
-NO_RAMP: Final = 2**31
-"""A shard that joins gets as many requests as it takes."""
-NO_OVERLOAD_CONTROL: Final = OverloadConfig(
+NO_OVERLOAD_CONTROL: Final = OverloadSettings(
     sheds_load_early=False, outage_patience_seconds=0.0, ramp_start_requests=NO_RAMP
 )
 
@@ -39,7 +37,7 @@ class CoreConfig:
     max_queued_requests: int = _ROUTER.max_queued_requests
     """Requests that may wait for a shard with room; beyond that a request is refused at once."""
     max_queue_seconds: float = _ROUTER.max_queue_seconds
-    request_timeout_seconds: float = _ROUTER.request_timeout_seconds
+    request_timeout_seconds: float = FabricConfig().request_timeout_seconds
     """Time from arrival to the last token, for requests that name no timeout."""
     max_attempts: int = _ROUTER.max_attempts
     policy: str = _ROUTER.placement.policy
@@ -59,21 +57,18 @@ class CoreConfig:
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
     meters_usage: bool = False
     """True gives RequestEnded a `usage`."""
-    health: HealthConfig | None = None
+    health: HealthSettings | None = None
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
-    disaggregation: DisaggregationConfig = dataclasses.field(default_factory=DisaggregationConfig)
+    disaggregation: DisaggregationSettings = dataclasses.field(default_factory=DisaggregationSettings)
     """Says which prompts are computed on shards for prompts, if there are any."""
     handoffs: HandoffAbilities = dataclasses.field(default_factory=HandoffAbilities)
-    overload: OverloadConfig = dataclasses.field(default_factory=lambda: NO_OVERLOAD_CONTROL)
+    overload: OverloadSettings = dataclasses.field(default_factory=lambda: NO_OVERLOAD_CONTROL)
     """Says what is done under overload; by default nothing is shed, and a queue that is full refuses."""
-    brownout: BrownoutConfig | None = None
+    brownout: BrownoutSettings | None = None
     """How answers are degraded under overload; None: never."""
-    fairness: FairnessConfig | None = None
+    fairness: FairnessSettings | None = None
     """When a tenant above its share gives way to others; None: never."""
     classes: Sequence[PriorityClass] = ()
     """The declared classes, with the built-in ones; (): none is declared."""
-    prompt_token_weight: float = _ROUTER.fairness.prompt_token_weight
-    """A prompt token that has to be computed counts as so much service of its tenant."""
-    output_token_weight: float = _ROUTER.fairness.output_token_weight

@@ -27,8 +27,8 @@ class TierRank(enum.IntEnum):
     INTERACTIVE = 1
     BATCH = 2
     SHADOW = 3
-    """The router's own requests (docs/shadow-traffic.md): no answer reaches a client, so nothing is screened, and they
-    have no part in the fairness between tenants."""
+    """The router's own requests (docs/how-to/shadow-traffic.md): no answer reaches a client, so nothing is screened,
+    and they have no part in the fairness between tenants."""
 
 
 SHADOW_TIER: Final = TierRank.SHADOW
@@ -69,8 +69,12 @@ class Request(msgspec.Struct, frozen=True):
     timeout_seconds: float = 0.0
     """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
+    guardrails: Sequence[str] = ()
+    """Rules of the safety policy that it names."""
+    safety_identifier: str = ""
+    """The tenant's user, for statistics of the safety policy."""
     key_id: str = ""
-    """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/tenancy.md)."""
+    """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/operate/limits.md)."""
     cache_salt: str = ""
     """Requests with different ones share no cached blocks."""
     kv_share: KvShare | None = None
@@ -224,6 +228,10 @@ class ShardLoad(msgspec.Struct):
     num_own_waiting: int = 0
     num_own_queued_prefill_tokens: int = 0
     num_own_decode_context_tokens: int = 0
+    num_prompt_tokens: int = 0
+    """This, and the next two, since the start of its process, for observers."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
@@ -365,6 +373,12 @@ class PromptVerdict(msgspec.Struct, frozen=True):
     message: str = ""
     rule_failed: bool = False
     """A rule could not be applied: it is not known whether the prompt is allowed."""
+    fails_closed: bool = False
+    """With `rule_failed`: nothing is shown, whatever holds without a safety service."""
+    rules: Sequence[str] = ()
+    """For a request with guardrails: all rules that hold for it."""
+    unknown_guardrail: str = ""
+    """Not empty: the request may not name this one."""
 
 
 class AnswerHalt(msgspec.Struct, frozen=True):
@@ -372,6 +386,7 @@ class AnswerHalt(msgspec.Struct, frozen=True):
     num_clear_chars: int
     message: str
     rule_failed: bool = False
+    fails_closed: bool = False
     """A rule could not be applied: it is not known whether the rest is allowed."""
 
 

@@ -34,6 +34,8 @@ class Start(msgspec.Struct):
     """See SequenceStart in generation.proto. Set by the router."""
     priority_class: str = ""
     """See SequenceStart.priority_class in generation.proto. Set by the router."""
+    safety_rules: str = ""
+    """See SequenceStart.safety_rules in generation.proto. Set by the router."""
 
 
 class Finish(msgspec.Struct):

@@ -26,6 +26,7 @@ def check(
     screening: Screening,
 ) -> None:
     index.check_integrity()
+    fleet.check_integrity()
     ledger.check_integrity()
     screening.check_integrity()
     _check_shards(fleet, ledger)

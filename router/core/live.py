@@ -187,6 +187,8 @@ class Choice(msgspec.Struct, eq=False):
     num_chars: int = 0
     """Characters of text that shards have emitted, delivered or withheld."""
     num_attempts: int = 0
+    num_strikes: int = 0
+    """Shards that were lost or failed with it, before it had any output."""
     num_moves: int = 0
     """Attempts that ended through no fault of the choice: it was moved, or its shard handed it over."""
     num_cached_tokens: int | None = None
@@ -274,6 +276,8 @@ class LiveRequest(msgspec.Struct, eq=False):
     last_shard_id: str = ""
     is_displaced: bool = False
     """True when it was last preempted for a more urgent class."""
+    left_at: float | None = None
+    """When a sequence had to leave its shard and began to wait for another one; None: none waits for that reason."""
     variant: str = ""
     """That of the last shard; see ShardInfo.variant in shard_service.proto."""
     first_dispatched_at: float | None = None
@@ -291,6 +295,8 @@ class LiveRequest(msgspec.Struct, eq=False):
     ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
     """The most severe end among its choices."""
     result_cache: ResultCacheUse.ValueType = RESULT_CACHE_USE_UNSPECIFIED
+    safety_rules: str = ""
+    """For a request with guardrails: the rules that hold for it, once that is known."""
     kept_ends: list[tuple[Choice, Finish]] | None = None
     """The choices that have ended, if the whole answer is to be reported; None: it is not."""
     split: PrefillHandoff | None = None

@@ -1,4 +1,4 @@
-"""Follows what the caller of a request expects of its speed (docs/deadlines.md), and what has become of that."""
+"""Follows what the caller of a request expects of its speed (docs/how-to/deadlines.md), and what has become of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of requests: which goes first, and what each is guaranteed (docs/scheduling.md).
+"""The classes of requests: which goes first, and what each is guaranteed (docs/concepts/scheduling.md).
 
 The tier of a request (`Tier`) is what it costs, its class when it is served. Without declared classes there is one for
 each tier.
@@ -15,7 +15,6 @@ from kvloom_common.class_rank import INTERACTIVE_RANK
 
 MAX_CLASSES: Final = 16
 """How many may be declared."""
-MAX_RANK: Final = 15
 MAX_PLACED_RANK: Final = 1
 """Requests of this rank, or a more urgent one, wait in the queues of shards. Others are parked: they are not placed at
 all while a more urgent one waits."""

@@ -43,6 +43,8 @@ class RelocationCounts(msgspec.Struct, frozen=True):
     """Those of the migrations for which the shard had notice that it ends."""
     is_exact: bool = True
     """True when its tokens are those that there would have been without the moves."""
+    moved_seconds: float = 0.0
+    """How long its sequences waited for a shard again, after they had to leave one."""
 
     @property
     def words(self) -> list[str]:
@@ -66,6 +68,9 @@ class RelocationCounts(msgspec.Struct, frozen=True):
 
     def with_failover(self) -> RelocationCounts:
         return msgspec.structs.replace(self, num_failovers=self.num_failovers + 1)
+
+    def after_wait(self, seconds: float) -> RelocationCounts:
+        return msgspec.structs.replace(self, moved_seconds=self.moved_seconds + seconds)
 
     def resampled(self) -> RelocationCounts:
         return msgspec.structs.replace(self, is_exact=False)

@@ -124,6 +124,7 @@ class ShardEventHandler:
         self._queue.mark_dirty(event.shard_id)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
+            self._fleet.note_readiness()
             if shard.is_draining:
                 self._queue.requeue_all(shard, now)
             self._note_fleet_change()

@@ -22,6 +22,8 @@ MAX_WAITING_BYTES: Final = 16 * 2**20
 GATHER_SECONDS: Final = 0.1
 """Lines that arrive within this time are written together."""
 
+MAX_FILE_BYTES: Final = 64 * 2**20
+
 Entry = tuple[bytes, bytes]
 """(header, line): the header is written before the line and at the start of each following file; b"" keeps the previous
 header."""
@@ -31,7 +33,7 @@ class RotatingFile:
     """Appends lines to `path`. Before the file would exceed `max_bytes` it is renamed to `path` + ".1", replacing an
     earlier one, and a new file begins with the header. It may be used by one thread at a time."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._header = b""

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvloom.errors import reason_name
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from router.caller_scope import shown_id
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.fleet.fleet import ShardState
@@ -132,7 +132,7 @@ class DecisionJournal:
 
 def _outcome(ended: RequestEnded) -> OutcomeRecord:
     return OutcomeRecord(
-        reason=FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower(),
+        reason=FINISH_REASON_NAMES[ended.reason],
         error=reason_name(ended.error_reason).lower() if ended.error_reason else "",
         shard_id=ended.shard_id,
         num_attempts=ended.num_attempts,

@@ -3,6 +3,7 @@ the decision log's file, if there is one."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -41,12 +42,20 @@ class RememberedRequest(msgspec.Struct):
     """0 while only its prompt has been placed (router/core/dispatch/prefill_handoffs.py)."""
     ended: RequestEnded | None = None
     """None while it still runs."""
+    refused_at: float = 0.0
+    """When it ended, if it was never placed; in Unix seconds."""
     line: RequestLine | None = None
     """The file's line, which is written once the request has ended."""
 
     @property
     def attempts(self) -> list[AttemptRecord]:
         return [unpack_attempt(packed) for packed in self.packed_attempts]
+
+    @property
+    def arrived_at(self) -> float:
+        """In Unix seconds, to some milliseconds: the first placement, less the time in the queue."""
+        placed_at = unpack_attempt(self.packed_attempts[0]).decided_at if self.packed_attempts else self.refused_at
+        return placed_at - (0.0 if self.ended is None else self.ended.queue_time_seconds)
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +100,12 @@ class DecisionLog:
     def find_by_client_request_id(self, client_request_id: str) -> list[str]:
         """The ids of the requests that have this id of their caller's, latest first."""
         return list(reversed(self._by_client_request_id.get(client_request_id, {})))
+
+    def latest_ended(self, is_wanted: Callable[[str], bool], most: int) -> list[RememberedRequest]:
+        """At most so many requests that have ended and whose tenant is wanted, the latest placed first."""
+        newest = reversed(self._remembered.values())
+        ended = (one for one in newest if one.ended is not None and is_wanted(one.tenant))
+        return list(itertools.islice(ended, most))
 
     def placement_decided(self, decision: PlacementDecided) -> None:
         request, now = decision.request, self._clock()
@@ -157,6 +172,7 @@ class DecisionLog:
                 ended.priority_class,
                 client_request_id=ended.client_request_id,
                 ended=ended,
+                refused_at=self._clock(),
             )
             self._remember(remembered)
             self._unplaced[request_id] = None

@@ -1,4 +1,4 @@
-"""The lines of the decision log's file. docs/routing-decisions.md describes the format.
+"""The lines of the decision log's file. docs/how-to/routing-decisions.md describes the format.
 
 Every line is a JSON object, either a fleet line or a request line, as its `type` states. Times are in Unix seconds and
 durations in seconds. Fields with default values are left out, and readers ignore fields that they do not know.

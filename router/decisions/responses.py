@@ -38,7 +38,7 @@ def plan_to_proto(
         shards=[_shard_to_proto(shard) for shard in plan.shards],
         picked_shard_id=plan.picked_shard_id,
         error=None if plan.error is None else plan.error.to_proto(),
-        regret=_regret(plan),
+        regret=regret_of(plan),
         brownout=brownout,
         prefill_deviation_seconds=plan.prefill_deviation_seconds,
     )
@@ -67,7 +67,7 @@ def _tests(cascade: Cascade) -> Sequence[str]:
     return [f"{test}{least if test == 'logprob' else ''}" for test in cascade.tests.escalate_on]
 
 
-def _regret(plan: PlacementPlan) -> PlacementRegret | None:
+def regret_of(plan: PlacementPlan) -> PlacementRegret | None:
     """Returns the regret as PlacementRegret in router_service.proto defines it, or None when no shard was picked."""
     possible = [shard for shard in plan.shards if not shard.filtered_reason]
     picked = next((shard for shard in possible if shard.shard_id == plan.picked_shard_id), None)
@@ -113,7 +113,7 @@ def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Seque
         _decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in remembered.attempts
     )
     if remembered.ended is not None:
-        response.outcome.CopyFrom(_outcome_to_proto(remembered.ended))
+        response.outcome.CopyFrom(outcome_to_proto(remembered.ended))
     return response
 
 
@@ -133,7 +133,7 @@ def _decision_to_proto(attempt: AttemptRecord, num_prompt_tokens: int) -> Placem
     )
 
 
-def _outcome_to_proto(ended: RequestEnded) -> RequestOutcome:
+def outcome_to_proto(ended: RequestEnded) -> RequestOutcome:
     outcome = RequestOutcome(
         # The stubs want the enums' types, but ints are fine.
         reason=ended.reason,  # pyright: ignore[reportArgumentType]
@@ -154,10 +154,14 @@ def _outcome_to_proto(ended: RequestEnded) -> RequestOutcome:
         num_notice_migrations=ended.moves.num_notice_migrations,
         end=ended.end.value,
         rank=ended.priority_class.rank_after(ended.queue_time_seconds),
+        moved_seconds=ended.moves.moved_seconds,
     )
     if ended.objectives is not None:
         outcome.objectives.CopyFrom(objectives_outcome_to_proto(ended.objectives))
     if ended.prediction is not None:
+        started = ended.prediction.started_after_seconds
+        if started is not None and ended.ttft_seconds is not None:
+            outcome.withheld_seconds = max(0.0, ended.ttft_seconds - started)
         outcome.predicted_ttft_seconds = ended.prediction.ttft_seconds
         if ended.ttft_seconds is not None:
             outcome.ttft_error_seconds = ended.ttft_seconds - outcome.predicted_ttft_seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -32,6 +33,7 @@ from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, 
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
 from router.links.moderation import ModerationLink
+from router.overview.overview import Overview
 from router.request_validator import RequestValidator
 from router.side_call_desk import SideCallDesk
 
@@ -50,7 +52,9 @@ class LocalRouterLink:
         name: str,
         moderation: ModerationLink | None = None,
         side_calls: SideCallDesk | None = None,
+        overview: Overview | None = None,
     ) -> None:
+        self._overview = overview
         self._side_calls = side_calls or SideCallDesk(driver, has_limits=False)
         self._moderation = moderation or ModerationLink(None)
         self._driver = driver
@@ -134,6 +138,14 @@ class LocalRouterLink:
 
     async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
         return await self._side_calls.serve(request)
+
+    async def ask_all(self, method: str, request: Any) -> list[Any]:
+        assert self._overview is not None, "tests of requests alone have none"
+        calls = {
+            "GetOverview": self._overview.get_overview,
+            "ExplainRequest": self._overview.explain_request,
+        }
+        return [await calls[method](request)]
 
     def _flush_soon(self) -> None:
         if self._flush is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModerateRequest, ModerateResponse
+from kvloom.v1.safety_service_pb2 import ClassifyRequest
 from router.links.safety_link import SafetyLink
 
 
@@ -20,9 +21,12 @@ class ModerationLink:
         if not request.texts:
             raise invalid_argument("texts must hold at least one text.", "texts")
         if self._safety is None:
-            message = "This fabric has no safety service, which moderations need (docs/safety.md)."
+            message = "This fabric has no safety service, which moderations need (docs/operate/safety.md)."
             raise KvloomError(ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE, message)
-        found = await self._safety.classify(request.texts)
+        wanted = ClassifyRequest(texts=request.texts)
+        if request.HasField("mask"):
+            wanted.mask.CopyFrom(request.mask)
+        found = await self._safety.classify(wanted)
         return ModerateResponse(
             results=found.results, categories=found.categories, policy_revision=found.policy_revision
         )

@@ -9,10 +9,11 @@ the service has cleared it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from kvloom.v1 import safety_service_pb2
+from router.core.actions import AnswerScope
 from router.core.events import AnswersScreened
 
 _SEPARATOR: Final = "\0"
@@ -25,11 +26,19 @@ class Prefilter:
     """Recognises text in which a forbidden string may begin. It is exact in one direction: text that passes is
     clear."""
 
-    __slots__ = ("_folded", "_plain")
+    __slots__ = ("_folded", "_look_alike", "_look_alikes", "_plain")
 
-    def __init__(self, beginnings: Iterable[str], folded_beginnings: Iterable[str]) -> None:
+    def __init__(
+        self,
+        beginnings: Iterable[str],
+        folded_beginnings: Iterable[str],
+        look_alike_beginnings: Iterable[str] = (),
+        look_alikes: Mapping[str, str] = {},
+    ) -> None:
         self._plain = _expression(beginnings, space=re.escape(" "))
         self._folded = _expression(folded_beginnings, space=r"\s+")
+        self._look_alike = _expression(look_alike_beginnings, space=r"\s+")
+        self._look_alikes = str.maketrans(dict(look_alikes))
 
     @classmethod
     def from_policy(cls, policy: safety_service_pb2.PolicyState) -> Prefilter | None:
@@ -37,7 +46,12 @@ class Prefilter:
         if not policy.HasField("answer_prefilter"):
             return None
         prefilter = policy.answer_prefilter
-        return cls(prefilter.beginnings, prefilter.folded_beginnings)
+        return cls(
+            prefilter.beginnings,
+            prefilter.folded_beginnings,
+            prefilter.look_alike_beginnings,
+            prefilter.look_alikes,
+        )
 
     def is_suspicious(self, text: str) -> bool:
         """`text` may be several deltas joined by NUL characters."""
@@ -45,7 +59,11 @@ class Prefilter:
             return True
         if self._plain is not None and self._plain.search(text) is not None:
             return True
-        return self._folded is not None and self._folded.search(text.lower()) is not None
+        if self._folded is not None and self._folded.search(text.lower()) is not None:
+            return True
+        if self._look_alike is None:
+            return False
+        return self._look_alike.search(text.lower().translate(self._look_alikes)) is not None
 
 
 class PrefilteredAnswers:
@@ -80,13 +98,16 @@ class PrefilteredAnswers:
         close_slots: Sequence[int],
         outgoing: Outgoing,
         skips: Iterable[tuple[int, int, str]] = (),
+        scopes: Iterable[AnswerScope] = (),
     ) -> AnswersScreened | None:
         """Puts the text that must be screened into `outgoing`. Returns what is clear or closed at once, or None if that
         is nothing. `skips` are (slot, number of characters, the last of them) that the core has cleared before the
-        slot's delta."""
+        slot's delta; `scopes` are those of slots that open."""
         current = self.prefilter
         is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
         answers = self._answers
+        for scope in scopes:
+            answers[scope.slot] = _Answer(scope)
         for slot, num_chars, last_char in skips:
             answer = answers.get(slot)
             if answer is None:
@@ -128,6 +149,8 @@ class PrefilteredAnswers:
         if not answer.is_open:
             answer.is_open = True
             answer.prefilter = self.prefilter
+            if answer.scope is not None:
+                outgoing.scopes.append(answer.scope)
         answer.is_clear = False
         if answer.num_skipped:
             outgoing.skip(slot, answer.num_skipped, answer.last_char)
@@ -153,6 +176,8 @@ class Outgoing:
         self.skips: dict[int, tuple[int, str]] = {}
         """Slot -> (number of characters, the last of them), which come before the slot's delta."""
         self.close_slots: list[int] = []
+        self.scopes: list[AnswerScope] = []
+        """Those of the slots that the service gets to know."""
 
     def __bool__(self) -> bool:
         return bool(self.deltas or self.close_slots)
@@ -168,9 +193,10 @@ class Outgoing:
 
 
 class _Answer:
-    __slots__ = ("is_clear", "is_open", "last_char", "num_chars", "num_skipped", "prefilter")
+    __slots__ = ("is_clear", "is_open", "last_char", "num_chars", "num_skipped", "prefilter", "scope")
 
-    def __init__(self) -> None:
+    def __init__(self, scope: AnswerScope | None = None) -> None:
+        self.scope = scope
         self.prefilter: Prefilter | None = None
         self.num_chars = 0
         self.num_skipped = 0

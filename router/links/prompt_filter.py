@@ -12,11 +12,14 @@ from typing import Any, Final
 import re2
 
 from kvloom.v1 import safety_service_pb2
+from kvloom_common.text.json_escapes import ESCAPE, unescaped
 
 MAX_CHARS: Final = 2**18
 """Searching takes about 1.5 ns per character. Longer prompts are left to the service, which interleaves them."""
 MAX_PLAIN_BEGINNINGS: Final = 3
 """Up to this many plain strings are searched for one after the other, which is faster than an expression."""
+MAX_ESCAPES: Final = 1024
+"""Reading a text as JSON takes about half a microsecond per escape. Texts with more are left to the service."""
 _SPACES: Final = r"[\t-\r\x1c- ]+"
 """The white space of ASCII, as Python's str.isspace defines it."""
 
@@ -24,22 +27,23 @@ _SPACES: Final = r"[\t-\r\x1c- ]+"
 class PromptFilter:
     """Filters whole texts. For answers, whose text comes in pieces, see router/links/prefilter.py."""
 
-    __slots__ = ("_any_text", "_expression", "_plain")
+    __slots__ = ("_any_text", "_expression", "_look_alike", "_look_alikes", "_plain", "_reads_escapes")
 
-    def __init__(self, beginnings: Iterable[str], folded_beginnings: Iterable[str], *, any_text: bool) -> None:
-        self._any_text = any_text
-        plain, folded = sorted(beginnings), sorted(folded_beginnings)
+    def __init__(self, prefilter: safety_service_pb2.Prefilter) -> None:
+        self._any_text = prefilter.any_text
+        self._reads_escapes = prefilter.reads_escapes
+        plain, folded = sorted(prefilter.beginnings), sorted(prefilter.folded_beginnings)
         is_short = len(plain) <= MAX_PLAIN_BEGINNINGS and not folded
         self._plain = tuple(plain) if is_short else ()
         self._expression = None if is_short else _expression(plain, folded)
+        look_alike = prefilter.look_alike_beginnings
+        self._look_alike = _expression((), look_alike) if look_alike else None
+        self._look_alikes = str.maketrans(dict(prefilter.look_alikes))
 
     @classmethod
     def from_policy(cls, policy: safety_service_pb2.PolicyState) -> PromptFilter | None:
         """Returns None if the policy has no prefilter, so that every prompt has to be checked."""
-        if not policy.HasField("prompt_prefilter"):
-            return None
-        prefilter = policy.prompt_prefilter
-        return cls(prefilter.beginnings, prefilter.folded_beginnings, any_text=prefilter.any_text)
+        return cls(policy.prompt_prefilter) if policy.HasField("prompt_prefilter") else None
 
     def is_suspicious(self, text: str) -> bool:
         if len(text) > MAX_CHARS or not (self._any_text or text.isascii()):
@@ -47,7 +51,19 @@ class PromptFilter:
         for beginning in self._plain:
             if beginning in text:
                 return True
-        return self._expression is not None and self._expression.search(text) is not None
+        if self._expression is not None and self._expression.search(text) is not None:
+            return True
+        if self._look_alike is not None and self._look_alike.search(text.lower().translate(self._look_alikes)):
+            return True
+        if self._reads_escapes and ESCAPE in text:
+            return text.count(ESCAPE) > MAX_ESCAPES or self._is_suspicious_read(unescaped(text))
+        return False
+
+    def _is_suspicious_read(self, text: str) -> bool:
+        if not text.isascii() or (self._expression is not None and self._expression.search(text) is not None):
+            return True
+        look_alike = self._look_alike
+        return look_alike is not None and look_alike.search(text.lower().translate(self._look_alikes)) is not None
 
 
 def _expression(plain: Iterable[str], folded: Iterable[str]) -> Any:

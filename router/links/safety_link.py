@@ -8,7 +8,7 @@ as soon as the old service has cleared all of its text. The old stream ends when
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import grpc
@@ -67,13 +67,13 @@ class SafetyLink:
         """The revision of the policy in force; None while it is not known."""
         return None if self._current is None else self._current.policy.revision
 
-    async def classify(self, texts: Iterable[str]) -> safety_service_pb2.ClassifyResponse:
-        """Names the categories of the policy to which the texts belong. Raises KvloomError (SAFETY_UNAVAILABLE,
-        REQUEST_TOO_LARGE)."""
+    async def classify(self, request: safety_service_pb2.ClassifyRequest) -> safety_service_pb2.ClassifyResponse:
+        """Names the categories of the policy to which texts belong, or what is to be hidden in them. Raises
+        KvloomError (SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
         if self._current is None:
             raise safety_unavailable()
         try:
-            return await self._current.classify(safety_service_pb2.ClassifyRequest(texts=texts))
+            return await self._current.classify(request)
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)
             if known.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
@@ -115,7 +115,7 @@ class SafetyLink:
 
     def _screen(self, stream: SafetyStream, answers: ScreenAnswers) -> None:
         cleared = stream.answers.take(
-            answers.slots, answers.deltas, answers.close_slots, stream.outgoing, answers.skips
+            answers.slots, answers.deltas, answers.close_slots, stream.outgoing, answers.skips, answers.scopes
         )
         if stream.outgoing:
             stream.flush(sum(map(len, answers.deltas)), stream.outgoing.close_slots)
@@ -248,6 +248,7 @@ def _split(answers: ScreenAnswers, replaced: SafetyStream) -> tuple[ScreenAnswer
             deltas=[delta for slot, delta in entries if (slot in own) == is_own],
             close_slots=[slot for slot in answers.close_slots if (slot in own) == is_own],
             skips=[skip for skip in answers.skips if (skip[0] in own) == is_own],
+            scopes=[scope for scope in answers.scopes if (scope[0] in own) == is_own],
         )
         for is_own in (False, True)
     ]

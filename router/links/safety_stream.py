@@ -162,6 +162,8 @@ class SafetyStream:
                     request_id=shown_id(check.request_id, check.tenant),
                     client_request_id=check.client_request_id,
                     traceparent=check.traceparent,
+                    guardrails=check.guardrails,
+                    safety_identifier=check.safety_identifier,
                 )
                 for check in prompts
             ],
@@ -171,6 +173,15 @@ class SafetyStream:
             cleared_texts=[
                 safety_service_pb2.ClearedText(slot=slot, num_chars=num_chars, last_char=last_char)
                 for slot, (num_chars, last_char) in outgoing.skips.items()
+            ],
+            scopes=[
+                safety_service_pb2.AnswerScope(
+                    slot=scope.slot,
+                    tenant=scope.tenant,
+                    guardrails=scope.guardrails,
+                    safety_identifier=scope.safety_identifier,
+                )
+                for scope in outgoing.scopes
             ],
         )
 

@@ -11,7 +11,8 @@ import msgspec
 from kvloom.adapters import full_name
 from kvloom.errors import reason_name
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from kvloom_common.tenancy.prices import Prices
 from kvloom_common.tenancy.usage_record import (
     OUTCOME_EVICTED,
@@ -26,7 +27,6 @@ from router.core.events import SHADOW_TENANT, TierRank
 from router.core.request_end import RequestEnd
 
 _TIERS: Final = {TierRank.INTERACTIVE: "interactive", TierRank.BATCH: "batch", TierRank.SHADOW: TIER_SHADOW}
-_OUTCOMES: Final = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in FinishReason.items()}
 _GOOD_ENDS: Final = frozenset({FINISH_REASON_STOP, FINISH_REASON_LENGTH})
 
 _encode = msgspec.json.Encoder().encode
@@ -43,7 +43,7 @@ class Meter:
 
     def record(self, ended: RequestEnded, number: int) -> bytes:
         """The JSON of the record of a request that has ended now."""
-        outcome = OUTCOME_EVICTED if ended.end is RequestEnd.EVICTED else _OUTCOMES[ended.reason]
+        outcome = OUTCOME_EVICTED if ended.end is RequestEnd.EVICTED else FINISH_REASON_NAMES[ended.reason]
         return _encode(self._record(ended, number, outcome, ended.reason in _GOOD_ENDS))
 
     def progress(self, running: RequestEnded) -> bytes:

@@ -17,7 +17,7 @@ from kvloom.errors import KvloomError, request_timeout
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.callers import Callers
-from kvloom_common.config import RouterConfig
+from kvloom_common.config import CallersConfig
 from kvloom_common.limits.address_limit import AddressLimit
 from kvloom_common.limits.byte_budget import ByteBudget, memory_error
 from kvloom_common.limits.client_address import Address
@@ -33,11 +33,19 @@ RECEIVE_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 1.0
 
 
+class RpcSettings(CallersConfig):
+    max_message_bytes: int = 16 * 2**20
+    """The size of one gRPC message of a client: four times that of a body at an edge."""
+    max_pending_request_bytes: int = 256 * 2**20
+    """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
+    rejected at once."""
+
+
 class RpcLimits(grpc.aio.ServerInterceptor):
     """gRPC calls it for every RPC that a server receives. It must come after interceptors that log, and before those
     that change what is called."""
 
-    def __init__(self, config: RouterConfig, callers: Callers, trusted_proxies: list[str]) -> None:
+    def __init__(self, config: RpcSettings, callers: Callers, trusted_proxies: list[str]) -> None:
         """`trusted_proxies`: networks whose addresses may have any number of connections."""
         self._config = config
         self._callers = callers
@@ -123,16 +131,16 @@ class RpcLimits(grpc.aio.ServerInterceptor):
             require_one_credential_in(context)
         peer = context.peer()
         caller = caller_name(self._callers, context)
-        most = self._config.max_concurrent_requests_per_caller
+        most = self._config.max_concurrent_requests
         if caller and self._num_open[caller] >= most:
-            raise _too_many(f"You have {most} RPCs open at this router", "router.max_concurrent_requests_per_caller")
+            raise _too_many(f"You have {most} RPCs open at this router", "callers.max_concurrent_requests")
         if not self._num_on_connection[peer]:
             try:
                 self._counted[peer] = self._addresses.open(peer_host(peer))
             except ValueError:
                 most = self._config.max_connections_per_address
                 raise _too_many(
-                    f"Your address uses {most} connections to this router", "router.max_connections_per_address"
+                    f"Your address uses {most} connections to this router", "callers.max_connections_per_address"
                 ) from None
         self._num_on_connection.add(peer)
         self._num_open.add(caller)

@@ -29,7 +29,9 @@ from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWa
 log = structlog.get_logger()
 
 ANSWER_SECONDS: Final = 0.75
-"""How long the service may take: less than the core holds a request (limiter.HOLD_SECONDS)."""
+"""How long requests wait for the service: less than the core holds them (limiter.HOLD_SECONDS)."""
+PATIENCE_SECONDS: Final = 5.0
+"""How long the only service may take. One that is busy would never answer if it were asked anew each time."""
 MAX_CHANGES: Final = 512
 """A request names at most so many changes."""
 
@@ -38,8 +40,8 @@ _FAILURES: Final = (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateErro
 
 
 class BudgetLeases:
-    """`ask` never blocks. Every want is answered. A want that has failed may have been granted; the core asks for it
-    again under the same number."""
+    """`ask` never blocks. Every want is answered. A want that has failed may have been granted, or be granted late; the
+    core asks for it again under the same number."""
 
     def __init__(
         self,
@@ -47,12 +49,16 @@ class BudgetLeases:
         candidates: Callable[[], Sequence[str]],
         trust: FabricTrust,
         on_answer: Callable[[LeasesGranted], None],
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
-        """`producer`: as in usage records. `candidates`: addresses of the service, best first."""
+        """`producer`: as in usage records. `candidates`: addresses of the service, best first. A want that is not
+        answered in `answer_seconds` has failed."""
         self._producer = producer
         self._candidates = candidates
         self._trust = trust
         self._on_answer = on_answer
+        self._answer_seconds = answer_seconds
+        self._late: asyncio.TimerHandle | None = None
         self._wants: dict[LeaseName, LeaseWant] = {}
         self._wake = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
@@ -79,8 +85,10 @@ class BudgetLeases:
     async def _exchange(self) -> None:
         names = list(self._wants)[:MAX_CHANGES]
         wants = [self._wants.pop(name) for name in names]
+        self._watch(names)
+        has_others = len(self._candidates()) > 1
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(self._answer_seconds if has_others else PATIENCE_SECONDS):
                 response = await self._ask(wants)
             grants = [
                 LeaseGrant(want.name, grant.granted, grant.remaining, grant.limit, want.asked_at, want.number)
@@ -92,8 +100,22 @@ class BudgetLeases:
             await self._close()
             self._on_answer(LeasesGranted(failed=names))
             return
+        finally:
+            if self._late is not None:
+                self._late.cancel()
         self._note(is_up=True)
         self._on_answer(LeasesGranted(grants))
+
+    def _watch(self, names: Sequence[LeaseName]) -> None:
+        """Until the answer to what was asked for these names arrives, say that there is none, and none to what was
+        asked since."""
+
+        def say() -> None:
+            self._note(is_up=False, cause="TimeoutError")
+            self._on_answer(LeasesGranted(failed=[*{*names, *self._wants}]))
+            self._watch(names)
+
+        self._late = asyncio.get_running_loop().call_later(self._answer_seconds, say)
 
     async def _ask(self, wants: Sequence[LeaseWant]) -> LeaseBudgetsResponse:
         request = LeaseBudgetsRequest(changes=[_change(want) for want in wants])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.fabric_trust import FabricTrust
+from router import metric_table as table
 from router.core.actions import LeasesWanted, LimitsCounted
 from router.core.events import LeasesGranted
 from router.core.tenancy.limiter import Limiter
@@ -45,15 +44,12 @@ class LeaseClient:
         """`producer`: the router and its incarnation."""
         self._rates = RateLeases(config.redis.url, config.redis.key_prefix, producer, on_answer)
         self._budgets = BudgetLeases(producer, control_candidates, trust, on_answer)
-        self._counter = Counter(
-            "kvloom_router_limit_decisions",
-            "What limits did to requests, by the limit: held, refused, capped, or in shadow mode would_refuse, "
-            "would_cap. Unit: decisions.",
-            ("kind", "outcome"),
-            registry=registry,
-        )
+        self._counter = table.LIMIT_DECISIONS.family(registry)
         self._shadow_log = ShadowLog()
-        registry.register(_Gauges(limiter, self._rates, self._budgets))
+        table.LIMIT_ACCOUNTS.watch(registry, lambda: limiter.num_accounts)
+        table.LIMIT_LOCAL_LEASES.watch(registry, lambda: limiter.num_local_leases)
+        table.LIMIT_REDIS_UP.watch(registry, lambda: float(self._rates.is_up))
+        table.LIMIT_CONTROL_UP.watch(registry, lambda: float(self._budgets.is_up))
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -74,36 +70,3 @@ class LeaseClient:
             self._counter.labels(count.kind, count.outcome).inc()
             if count.outcome in SHADOW_OUTCOMES:
                 self._shadow_log.note(count)
-
-
-class _Gauges(Collector):
-    def __init__(self, limiter: Limiter, rates: RateLeases, budgets: BudgetLeases) -> None:
-        self._limiter = limiter
-        self._rates = rates
-        self._budgets = budgets
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        for name, text, value in (
-            (
-                "accounts",
-                "Keys, tenants and organisations whose limits are in use now. Unit: accounts.",
-                self._limiter.num_accounts,
-            ),
-            (
-                "local_leases",
-                "Limits per minute of which this router uses its own share now, since Redis cannot be asked. "
-                "Unit: limits.",
-                self._limiter.num_local_leases,
-            ),
-            (
-                "redis_up",
-                "Whether Redis answered the last question about limits. Unit: 1 for yes, 0 for no.",
-                self._rates.is_up,
-            ),
-            (
-                "control_up",
-                "Whether control answered the last question about budgets. Unit: 1 for yes, 0 for no.",
-                self._budgets.is_up,
-            ),
-        ):
-            yield GaugeMetricFamily(f"kvloom_router_limit_{name}", text, value=float(value))

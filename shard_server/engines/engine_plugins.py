@@ -1,4 +1,4 @@
-"""Engines of other packages (docs/plugins.md)."""
+"""Says from what an engine is made, and makes those of other packages (docs/how-to/plugins.md)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom_common.config import ShardConfig
-from kvloom_common.plugins import PluginError, PluginGroup
+from kvloom_common.plugins import PluginError
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
+from shard_server.engines.engine_kinds import ENGINES
 
-ENGINES: Final = PluginGroup("kvloom.engines", "engine", ("torch", "sim", "tensorrt_llm"))
-ENGINES_WITHOUT_WEIGHTS: Final = frozenset({"sim"})
-"""They read a model's tokenizer and configuration only."""
 _METHODS: Final = ("start", "submit", "cancel", "steps", "close")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """Holds all that an engine of another package is made from."""
+    """Holds all that an engine is made from, kvloom's own or that of another package."""
 
     model_dir: Path
     """The directory with the model's files."""
@@ -29,10 +28,15 @@ class EngineSetup:
     """Block size, number of blocks, batch and window, as every engine has them."""
     settings: Mapping[str, Any]
     """The table `[shard.plugin]`, which only the engine knows and checks."""
+    tokenizer: ModelTokenizer
+    """The model's, which the shard closes."""
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_model_len: int
     """The model's own context window; `shard.max_model_len` may make it smaller."""
+    max_loaded_adapters: int = 0
+    """How many LoRA adapters may be in memory at the same time. 0: none."""
+    max_adapter_rank: int = 0
 
 
 def plugin_engine(name: str, setup: EngineSetup) -> Engine:

@@ -1,5 +1,5 @@
 """Chooses the cached block that is evicted next, if some owners have a guaranteed share of a shard's blocks
-(docs/kv-shares.md).
+(docs/operate/kv-shares.md).
 
 A block that is not free belongs to one owner, and is *used* (a sequence holds it) or *unused* (only the cache does).
 Everything without a share belongs to one common owner, whose guarantee is 0. As long as an owner holds at most its

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.clients.clients import CHECKS, Client
 
 MARK = "clients"
-"""Stands around the table in docs/clients.md."""
+"""Stands around the table in docs/how-to/clients.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.e2e.fabric import REPOSITORY, RunningFabric, kvloom_environment, run_
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 """A virtual environment for each requirements file in `python/`."""
-PAGE = REPOSITORY / "docs" / "clients.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "clients.md"
 TIME_LIMIT_SECONDS = 600.0
 """For one client."""
 NO_TELEMETRY = {
@@ -43,7 +43,7 @@ NO_TELEMETRY = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="clients whose names have one of these")
-    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/clients.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/how-to/clients.md")
     options = parser.parse_args()
     wanted = [client for client in CLIENTS if _is_wanted(client, options.only)]
     if not wanted:

@@ -293,7 +293,7 @@ async def check_all(agents: Sequence[Agent]) -> dict[Agent, dict[str, bool]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run_agents", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="agents whose names have one of these")
-    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/clients.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/how-to/clients.md")
     options = parser.parse_args()
     words = [word.lower() for word in options.only]
     wanted = [agent for agent in AGENTS if not words or any(word in agent.name.lower() for word in words)]

@@ -1,4 +1,4 @@
-"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` rewrites it.
+"""The table engine x capability of docs/concepts/engines.md: `python -m tests.conformance.engine_table` rewrites it.
 
 It says what engines said of themselves once they had started; the suite's tests of a capability run where it is listed.
 """
@@ -21,7 +21,7 @@ from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
 from tests.fakes.tiny_bert import write_tiny_bert
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "engines.md"
 BEGIN = "<!-- written by python -m tests.conformance.engine_table -->"
 END = "<!-- end of what is written -->"
 
@@ -35,9 +35,8 @@ def engines(model_dir: Path, encoder_dir: Path) -> Mapping[str, Callable[[], Eng
         config = ShardConfig(torch=torch_config, num_blocks=64, max_prefill_tokens_per_step=16)
         return lambda: TorchEngine(model_dir, "model", config)
 
-    def tensorrt_llm(guided: str = "off", *, penalties: bool = False) -> Callable[[], Engine]:
-        fields = TensorRtLlmConfig(guided_decoding_backend=guided, penalties=penalties)  # pyright: ignore
-        config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=fields)
+    def tensorrt_llm(**options: object) -> Callable[[], Engine]:
+        config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=TensorRtLlmConfig(options=options))
         return lambda: TensorRtLlmEngine(
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
         )
@@ -49,8 +48,8 @@ def engines(model_dir: Path, encoder_dir: Path) -> Mapping[str, Callable[[], Eng
         "torch, not deterministic": torch(deterministic=False),
         "torch, encoder": torch(encoder_dir),
         "tensorrt_llm": tensorrt_llm(),
-        "tensorrt_llm, guided": tensorrt_llm("xgrammar"),
-        "tensorrt_llm, penalties": tensorrt_llm(penalties=True),
+        "tensorrt_llm, guided": tensorrt_llm(guided_decoding_backend="xgrammar"),
+        "tensorrt_llm, C++ sampler": tensorrt_llm(sampler_type="TRTLLMSampler"),
         "sim": lambda: SimEngine("model", sim, vocab_size=49152, eos_token_ids=frozenset({2})),
     }
 

@@ -1,4 +1,4 @@
-"""docs/engines.md lists the capabilities of the engines, which routers and operators rely on."""
+"""docs/concepts/engines.md lists the capabilities of the engines, which routers and operators rely on."""
 
 from __future__ import annotations
 

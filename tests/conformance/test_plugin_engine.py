@@ -1,5 +1,5 @@
-"""The conformance suite on the engine of another package: that of docs/plugins.md, or the one that
-KVLOOM_CONFORMANCE_ENGINE names (docs/plugins.md, "An engine")."""
+"""The conformance suite on the engine of another package: that of docs/how-to/plugins.md, or the one that
+KVLOOM_CONFORMANCE_ENGINE names (docs/how-to/plugins.md, "An engine")."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shard_server.engines.create import create_engine
 from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.plugin_site import PluginSite
+from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 
 NAME = os.environ.get("KVLOOM_CONFORMANCE_ENGINE", "")
 MODEL = os.environ.get("KVLOOM_CONFORMANCE_MODEL", "")
@@ -35,5 +36,6 @@ class TestPluginEngine(EngineSuite):
         if MODEL:
             config = KvloomConfig(model=ModelConfig(name=self.model_name, path=MODEL), shard=shard)
             return create_engine(config, ModelTokenizer.load(Path(MODEL)))
-        setup = EngineSetup(Path("model"), self.model_name, shard, settings, 49152, frozenset({2}), 4096)
+        tokenizer = ModelTokenizer(byte_level_tokenizer())
+        setup = EngineSetup(Path("model"), self.model_name, shard, settings, tokenizer, 49152, frozenset({2}), 4096)
         return plugin_engine(name, setup)

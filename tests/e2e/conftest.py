@@ -35,21 +35,16 @@ rules = [{{ features = ["tools"], targets = ["{GENERATOR}"] }}]
 MAX_CONNECTIONS = 300
 STALL_SECONDS = 1.0
 STRICT = f"""
+[callers]
+max_connections = {MAX_CONNECTIONS}
+
 [edge]
 header_timeout_seconds = 1.0
 body_timeout_seconds = 2.0
-max_connections = {MAX_CONNECTIONS}
-max_pending_body_bytes = 8388608
-
-[router]
-max_streams_per_connection = 100
+max_body_bytes = 2097152
 
 [router.health]
 stall_seconds = {STALL_SECONDS}
-probe_seconds = 0.2
-
-[shard]
-drain_timeout_seconds = 0.5
 """
 
 

@@ -11,7 +11,7 @@ from tests.e2e.documentation import BEHIND_EXAMPLE, Example, find_walks, missing
 from tests.e2e.fabric import REPOSITORY, RunningFabric
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-FABRICS = {Path("docs/tenancy.md"): "control"}
+FABRICS = {Path("docs/operate/tenancy.md"): "control"}
 """For documents whose commands need another fabric than the others' `torch`."""
 WALKS = [(path.relative_to(REPOSITORY), walk) for path in DOCUMENTS for walk in find_walks(path.read_text())]
 

@@ -44,7 +44,7 @@ def process_of(fabric: RunningFabric, role: str) -> dict[str, Any]:
 
 
 def test_a_team_gets_a_key_with_one_command_and_loses_it_with_another(fabric: RunningFabric) -> None:
-    """The five minutes that docs/tenancy.md promises."""
+    """The five minutes that docs/operate/tenancy.md promises."""
     assert status_of(fabric, "kvl-none") == 401
     key = kvloom(fabric, "keys", "create", "--project", "weavers/search", "--create", "--name", "ci").strip()
     eventually("the edge knows of the key", lambda: status_of(fabric, key) == 200, REVOKED_SECONDS)

@@ -89,5 +89,11 @@ def test_the_table_names_what_was_and_what_would_have_been(decisions: tuple[Path
     title, _, *rows = table.splitlines()
     assert title.strip() == "decisions.jsonl, 2 × recorded, rate ×1"
     assert "recorded" in calibration
-    assert [row.split("  ")[0] for row in rows if row.strip()] == ["recorded", "ect (in force)", "round_robin", "bound"]
+    assert [row.split("  ")[0] for row in rows if row.strip()] == [
+        "recorded",
+        "ect (in force)",
+        "round_robin",
+        "pool",
+        "bound",
+    ]
     assert "3 × recorded, rate ×2" in simulate(path, "--shards", "3", "--rate", "2")

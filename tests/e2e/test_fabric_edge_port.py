@@ -8,17 +8,19 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
+from tools.supervisor.state import RunFolder
 
 NUM_CLIENTS = 24
 """Each with a connection of its own, which the kernel gives to any socket: one of two gets some."""
-NUM_TOKENS = 300
-"""Of a long answer, which takes 3 s."""
+NUM_TOKENS = 1500
+"""Of an answer that takes 15 s and more: it lasts longer than all clients take, and is not read to its end."""
 MODEL = "smollm2-135m-instruct"
 
 
@@ -56,27 +58,31 @@ def edge(fabric: RunningFabric, name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def successor_held(fabric: RunningFabric, name: str, before: int) -> Iterator[None]:
-    """Stop the process that is to take the place of process `before` while it starts, and let it continue
-    afterwards."""
-    supervisor = psutil.Process(fabric.status()["supervisor_pid"])
-    found: list[int] = []
+def successor_held(fabric: RunningFabric, name: str, signal_number: int) -> Iterator[None]:
+    """Send that edge a signal that ends it. The process that is to take its place is stopped while it starts, and
+    continues afterwards. Nothing comes between the signal and the look for it: it listens within a second or two."""
+    supervisor = psutil.Process(RunFolder(Path(fabric.env["KVLOOM_DATA_DIR"])).require_running().supervisor_pid)
+    before = edge(fabric, name)["pid"]
+    found: list[psutil.Process] = []
 
     def is_there() -> bool:
         for child in supervisor.children():
             with contextlib.suppress(psutil.Error):
                 if child.pid != before and name in child.cmdline():
-                    found.append(child.pid)
+                    child.suspend()
+                    found.append(child)
                     return True
         return False
 
+    os.kill(before, signal_number)
     eventually(f"a successor of {name}", is_there)
-    os.kill(found[0], signal.SIGSTOP)
     try:
+        listening = [one for one in found[0].net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert not listening, "the successor was stopped too late: it listens"
         yield
     finally:
-        os.kill(found[0], signal.SIGCONT)
-    eventually(f"the new {name} serves", lambda: edge(fabric, name)["pid"] == found[0])
+        found[0].resume()
+    eventually(f"the new {name} serves", lambda: edge(fabric, name)["pid"] == found[0].pid)
     eventually("it is ready", lambda: edge(fabric, name)["state"] == "ready")
 
 
@@ -85,9 +91,7 @@ def test_clients_of_an_edge_that_died_are_served_by_the_others_while_it_restarts
     control_fabric: RunningFabric, key: str
 ):
     """A socket that listens for a process which is not there yet has half of the clients wait for seconds."""
-    pid = edge(control_fabric, "edge-1")["pid"]
-    os.kill(pid, signal.SIGKILL)
-    with successor_held(control_fabric, "edge-1", pid):
+    with successor_held(control_fabric, "edge-1", signal.SIGKILL):
         for _ in range(NUM_CLIENTS):
             ask(control_fabric.http_url, key)
 
@@ -98,12 +102,11 @@ def test_clients_of_an_edge_that_is_stopping_are_served_by_the_others(control_fa
     there would wait that long, and then be cut off."""
     before = edge(control_fabric, "edge-1")
     with begun(before, key) as stream:
-        os.kill(before["pid"], signal.SIGTERM)
-        with successor_held(control_fabric, "edge-1", before["pid"]):
+        with successor_held(control_fabric, "edge-1", signal.SIGTERM):
             for _ in range(NUM_CLIENTS):
                 ask(control_fabric.http_url, key)
             assert psutil.pid_exists(before["pid"])
-        assert b"[DONE]" in stream.read()
+        assert stream.readline()
     assert edge(control_fabric, "edge-1")["restarts"] == before["restarts"] + 1
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
+from tests.metrics_page import TABLES, kind_of, shown_name
+from tools.supervisor.free_ports import pick_free_ports
 
+PROMETHEUS = shutil.which(
+    "prometheus", path=os.pathsep.join([os.environ["PATH"], str(REPOSITORY / "build" / "prometheus" / "usr" / "bin")])
+)
 ROLES = ["edge", "router", "safety", "shard", "shard", "shard"]
 NAMES = ("safety", "router", "edge", "shard-0", "shard-1", "shard-2")
 
@@ -37,8 +46,15 @@ def test_every_process_is_scraped_at_its_fixed_port(strict_fabric: RunningFabric
     assert {group["targets"][0]: group["labels"]["process"] for group in listed} == addresses
     assert [group["labels"]["role"] for group in listed] == ROLES
     for group in listed:
-        prefix = f"kvloom_{group['labels']['role']}_"
-        assert prefix in fetch(f"{group['labels']['__scheme__']}://{group['targets'][0]}/metrics")
+        role = group["labels"]["role"]
+        page = fetch(f"{group['labels']['__scheme__']}://{group['targets'][0]}/metrics")
+        assert f"kvloom_{role}_" in page
+        shown = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE ")}
+        own = {name: kind for name, kind in shown.items() if not name.startswith(("process_", "python_"))}
+        (table,) = [table for table in TABLES if table.role == role]
+        listed_kinds = {shown_name(record): kind_of(record) for record in table.records.values()}
+        made = {name: kind for name, kind in own.items() if not name.endswith("_created")}
+        assert made.items() <= listed_kinds.items(), "docs/reference/metrics.md lists what processes serve"
 
     file = tmp_path / "targets.json"
     done = run_kvloom("metrics", "targets", "--file", str(file), env=strict_fabric.env)
@@ -58,3 +74,38 @@ def test_every_process_is_scraped_at_its_fixed_port(strict_fabric: RunningFabric
     assert done.returncode == 1
     assert f"127.0.0.1:{base}: another process uses the port" in done.stderr
     assert "--metrics-port" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("strict")
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not here: deploy/observe/run --only-get unpacks it")
+def test_prometheus_scrapes_all_processes_and_loads_the_alerts(strict_fabric: RunningFabric) -> None:
+    """`make observe` beside a fabric: every process is up, and every rule can be evaluated."""
+    port = pick_free_ports(1)[0]
+    env = {**os.environ, "KVLOOM_URL": strict_fabric.http_url, "PROMETHEUS_PORT": str(port)}
+    folder = REPOSITORY / "build" / "prometheus" / "data"
+    shutil.rmtree(folder, ignore_errors=True)
+    with subprocess.Popen([REPOSITORY / "deploy" / "observe" / "run"], env=env) as prometheus:
+        try:
+
+            def query(path: str) -> dict[str, Any]:
+                try:
+                    return json.loads(fetch(f"http://127.0.0.1:{port}/api/v1/{path}"))["data"]
+                except OSError:
+                    return {}
+
+            def num_up() -> int:
+                found = query("query?query=up%7Bjob%3D%22kvloom%22%7D").get("result", [])
+                return sum(one["value"][1] == "1" for one in found)
+
+            eventually("all processes are up", lambda: num_up() == len(NAMES), timeout_seconds=60)
+            evaluated = '"health":"unknown"'
+            eventually(
+                "rules are evaluated", lambda: evaluated not in json.dumps(query("rules"), separators=(",", ":")), 60
+            )
+            rules = [rule for group in query("rules")["groups"] for rule in group["rules"]]
+            assert len(rules) == 15
+            assert {rule["health"] for rule in rules} == {"ok"}
+            assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+        finally:
+            prometheus.terminate()

@@ -1,4 +1,4 @@
-"""A fabric made of the plugins of docs/plugins.md, started as users start it."""
+"""A fabric made of the plugins of docs/how-to/plugins.md, started as users start it."""
 
 from __future__ import annotations
 

@@ -61,8 +61,22 @@ def reload_lines(fabric: RunningFabric, *flags: str) -> list[str]:
     return [line.strip() for line in lines]
 
 
-def takes_three_messages(fabric: RunningFabric) -> bool:
-    messages = [{"role": "user", "content": "x"}] * 3
+def test_a_dry_run_says_what_would_change_and_changes_nothing(fabric: RunningFabric, file: ConfigFile) -> None:
+    """An operator sees the difference, and what it would take, before anything happens."""
+    file.add("\n[router]\nmax_queue_seconds = 7.0\n")
+    for _ in range(2):
+        done = run_kvloom("reload", "--dry-run", env=fabric.env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        line, last = done.stdout.splitlines()
+        assert line.startswith("  router.max_queue_seconds: ")
+        assert line.endswith(" -> 7.0, would need kvloom restart router")
+        assert last == "nothing was changed"
+    (applied,) = reload_lines(fabric)
+    assert applied == "router.max_queue_seconds: needs kvloom restart router"
+
+
+def takes_a_message(fabric: RunningFabric) -> bool:
+    messages = [{"role": "user", "content": "x"}]
     body = json.dumps({"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": 1}).encode()
     request = urllib.request.Request(
         f"{fabric.http_url}/v1/chat/completions", body, {"content-type": "application/json"}
@@ -71,33 +85,33 @@ def takes_three_messages(fabric: RunningFabric) -> bool:
         with urllib.request.urlopen(request, timeout=20):
             return True
     except urllib.error.HTTPError as error:
-        return error.code != 400
+        return error.code != 413
 
 
 def test_each_changed_key_is_applied_or_says_what_applies_it(fabric: RunningFabric, file: ConfigFile) -> None:
     """Somebody who has changed the file must know what serves now."""
     before = fabric.pids()
     file.add(
-        '[edge]\nmax_messages = 2\n[shard]\nnum_shards = 3\n[shard.sim]\nstep_ms = 9.0\n[redis]\nkey_prefix = "x"\n'
+        '[edge]\nmax_body_bytes = 2\n[shard]\nnum_shards = 3\n[shard.sim]\nstep_ms = 9.0\n[redis]\nkey_prefix = "x"\n'
     )
     lines = reload_lines(fabric)
     # The flags --shards and --sim-step-ms have precedence, as at the start.
-    assert lines == ["redis.key_prefix: needs kvloom down and up", "edge.max_messages: needs kvloom restart edge"]
+    assert lines == ["redis.key_prefix: needs kvloom down and up", "edge.max_body_bytes: needs kvloom restart edge"]
     assert reload_lines(fabric) == lines
     assert fabric.pids() == before
-    assert takes_three_messages(fabric)
+    assert takes_a_message(fabric)
     lines = reload_lines(fabric, "--restart")
-    assert lines[-2:] == ["edge was restarted", "edge.max_messages: applied"]
-    assert not takes_three_messages(fabric)
+    assert lines[-2:] == ["edge was restarted", "edge.max_body_bytes: applied"]
+    assert not takes_a_message(fabric)
     file.add("")
     assert reload_lines(fabric) == [
         "redis.key_prefix: applied: it is as at the start again",
-        "edge.max_messages: needs kvloom restart edge",
+        "edge.max_body_bytes: needs kvloom restart edge",
     ]
-    file.add("[edge]\nmax_messages = 2\n")
-    assert reload_lines(fabric) == ["edge.max_messages: applied: the processes run with it"]
+    file.add("[edge]\nmax_body_bytes = 2\n")
+    assert reload_lines(fabric) == ["edge.max_body_bytes: applied: the processes run with it"]
     file.add("")
-    assert reload_lines(fabric, "--restart") == ["edge was restarted", "edge.max_messages: applied"]
+    assert reload_lines(fabric, "--restart") == ["edge was restarted", "edge.max_body_bytes: applied"]
 
 
 def test_a_faulty_file_changes_nothing(fabric: RunningFabric, file: ConfigFile) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fabric import REPOSITORY, RunningFabric, eventually, run_kvloom
-from tests.fakes.tensorrt_llm_engine import write_empty_adapter
+from tests.fakes.tensorrt_llm_engine import write_adapter
 
 MODEL = "smollm2-135m-instruct"
 FAKE = """
@@ -38,16 +38,12 @@ max_model_len = 2048
 launcher = ["{launcher}"]
 
 [shard.tensorrt_llm]
-guided_decoding_backend = "xgrammar"
-
-[shard.tensorrt_llm.cache_transceiver]
-backend = "NIXL"
-timeout_ms = 2000
-
-[shard.tensorrt_llm.lora]
-enabled = true
-target_modules = ["attn_q"]
 adapters = {{ legal = "{adapter}" }}
+
+[shard.tensorrt_llm.options]
+guided_decoding_backend = "xgrammar"
+lora_config = {{ lora_target_modules = ["attn_q"] }}
+cache_transceiver_config = {{ backend = "NIXL", kv_transfer_timeout_ms = 2000 }}
 
 [router.disaggregation]
 min_prompt_tokens = 100
@@ -63,7 +59,7 @@ def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     launcher = folder / "launch"
     launcher.write_text(LAUNCHER.format(path=f"{folder / 'library'}:{REPOSITORY}:{REPOSITORY / 'fabric'}"))
     launcher.chmod(0o755)
-    adapter = write_empty_adapter(folder / "legal")
+    adapter = write_adapter(folder / "legal", hidden_size=576)
     (folder / "kvloom.toml").write_text(CONFIG.format(launcher=launcher, adapter=adapter))
     started = RunningFabric.start(folder / "data", "--config", str(folder / "kvloom.toml"))
     yield started

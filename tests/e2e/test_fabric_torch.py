@@ -204,8 +204,8 @@ def test_a_sleeping_model_gives_its_memory_back_and_answers_with_the_same_bits(
     done = run_kvloom("models", "sleep", MODEL, env=torch_fabric.env)
     assert done.returncode == 0, done.stderr
     asleep = resident_bytes()
-    # 135 million weights of two bytes; the KV cache takes memory only where it was used.
-    assert all(one - other > 2e8 for one, other in zip(before, asleep, strict=True)), (before, asleep)
+    # 97 MB of packed weights, and what was used of the KV cache.
+    assert all(one - other > 1e8 for one, other in zip(before, asleep, strict=True)), (before, asleep)
     done = run_kvloom("models", "wake", MODEL, env=torch_fabric.env)
     assert done.returncode == 0, done.stderr
     assert answer() == answered

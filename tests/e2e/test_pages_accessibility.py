@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, ViewportSize, expect
 
 from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_router_link import answer
@@ -12,8 +12,11 @@ from tests.fakes.fake_router_link import answer
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def open_page(browser: Browser, url: str, scheme: str) -> Page:
-    page = await browser.new_page(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
+DESKTOP, PHONE = ViewportSize(width=1280, height=720), ViewportSize(width=375, height=667)
+
+
+async def open_page(browser: Browser, url: str, scheme: str, size: ViewportSize = DESKTOP) -> Page:
+    page = await browser.new_page(color_scheme=scheme, viewport=size)  # pyright: ignore[reportArgumentType]
     await page.goto(url)
     return page
 
@@ -21,16 +24,21 @@ async def open_page(browser: Browser, url: str, scheme: str) -> Page:
 async def assert_accessible(page: Page) -> None:
     results = await Axe().run(page)
     assert results.violations_count == 0, results.generate_report()
+    # axe judges what is there, not whether a phone shows it.
+    too_wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert await page.evaluate(too_wide) == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_chat_page(browser: Browser, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", DESKTOP), ("dark", PHONE), pytest.param("light", PHONE, marks=pytest.mark.long)]
+)
+async def test_chat_page(browser: Browser, scheme: str, size: ViewportSize) -> None:
     """With an answer, so that all parts are there."""
     async with edge_world() as world:
         world.link.script = answer(
             "Hello there.\n\n## Parts\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1\n```\n"
         )
-        page = await open_page(browser, world.url, scheme)
+        page = await open_page(browser, world.url, scheme, size)
         await expect(page.get_by_label("Model")).to_have_value("tiny")
         await page.get_by_label("Your message").fill("Hi")
         await page.keyboard.press("Enter")
@@ -42,15 +50,24 @@ async def test_chat_page(browser: Browser, scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "one_of"),
-    [("light", 12), *(pytest.param(scheme, 1, marks=pytest.mark.long) for scheme in ("light", "dark"))],
+    ("scheme", "size", "one_of"),
+    [
+        ("light", PHONE, 12),
+        *(
+            pytest.param(scheme, size, 1, marks=pytest.mark.long)
+            for scheme in ("light", "dark")
+            for size in (DESKTOP, PHONE)
+        ),
+    ],
 )
-async def test_reference_page(browser: Browser, scheme: str, one_of: int) -> None:
+async def test_reference_page(browser: Browser, scheme: str, size: ViewportSize, one_of: int) -> None:
     """The whole reference, with everything unfolded, or one part of so many: they are made alike."""
     async with edge_world() as world:
-        page = await open_page(browser, f"{world.url}/docs", scheme)
+        page = await open_page(browser, f"{world.url}/docs", scheme, size)
         await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
         unfold = "(n) => document.querySelectorAll('details').forEach((each, i) => { each.open = i % n == 0 })"
         await page.evaluate(unfold, one_of)
         assert await page.evaluate("document.querySelectorAll('details[open]').length") > 3
+        heights = "[...new Set([...document.querySelectorAll('nav .method')].map((one) => one.offsetHeight))]"
+        assert len(await page.evaluate(heights)) == 1  # none is broken into two lines
         await assert_accessible(page)

@@ -87,7 +87,7 @@ walk(main, [])
 print(json.dumps(found))
 """
 """Every command with the exit status and the text of its --help."""
-NOT_IMPORTED = ("control.database.migrations.env", "__main__")
+NOT_IMPORTED = ("control.database.migrations.env", "orchestrator.database.migrations.env", "__main__")
 """Modules that run when they are imported."""
 
 

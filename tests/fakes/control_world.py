@@ -10,9 +10,7 @@ import grpc
 import grpc.aio
 from sqlalchemy.engine import make_url
 
-from control.database.database import Database, open_database
 from control.database.migrate import migrate
-from control.database.url import with_driver
 from control.directory.quotas import Quotas
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
@@ -26,6 +24,8 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
+from kvloom_common.database.database import Database, open_database
+from kvloom_common.database.url import with_driver
 from kvloom_common.tenancy.sliced_dict import NUM_SLICES
 from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom_common.transport.checked_server import CheckedServer

@@ -87,8 +87,11 @@ class CoreRig:
         """The first token of a sequence."""
         return self.step(shard_id, (slot, [token_id], delta), starts=[Start(slot, 4, 0.5)])
 
-    def finish(self, shard_id: str, slot: int, reason: int = FinishReason.FINISH_REASON_STOP) -> list[Action]:
-        return self.step(shard_id, finishes=[Finish(slot, reason)])  # pyright: ignore[reportArgumentType]
+    def finish(
+        self, shard_id: str, slot: int, reason: int = FinishReason.FINISH_REASON_STOP, stop_string: str = ""
+    ) -> list[Action]:
+        finish = Finish(slot, reason, stop_string=stop_string)  # pyright: ignore[reportArgumentType]
+        return self.step(shard_id, finishes=[finish])
 
     def fail(self, shard_id: str, slot: int) -> list[Action]:
         error = KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "broken")

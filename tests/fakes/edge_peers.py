@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from kvloom_common.callers import Callers
-from kvloom_common.config import EdgeConfig, EdgeResumeConfig, RedisConfig
+from kvloom_common.config import KvloomConfig, RedisConfig
 from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.replay.stream_retention import ResumeSettings
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resume_world import client
@@ -40,7 +41,7 @@ async def edges(
     async with contextlib.AsyncExitStack() as stack:
         started: list[tuple[EdgeWorld, EdgeMembership]] = []
         for _ in range(count):
-            config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
+            config = KvloomConfig(resume=ResumeSettings(**resume))  # pyright: ignore[reportArgumentType]
             world = await stack.enter_async_context(edge_world(config, output=output, callers=callers))
             peers = join(world, redis)
             stack.push_async_callback(peers.close)

@@ -12,7 +12,7 @@ import aiohttp
 from edge_http.edge import Edge
 from edge_http.server.http_server import SHUTDOWN_SECONDS, EdgeServer
 from kvloom_common.callers import Callers
-from kvloom_common.config import EdgeConfig
+from kvloom_common.config import EdgeConfig, KvloomConfig
 from kvloom_common.models.model_routes import NO_ROUTES, ModelRoutes
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
@@ -50,7 +50,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def edge_world(
-    config: EdgeConfig | None = None,
+    config: EdgeConfig | KvloomConfig | None = None,
     link: FakeRouterLink | None = None,
     port: int = 0,
     callers: Callers | None = None,
@@ -59,10 +59,11 @@ async def edge_world(
     more_models: Sequence[ServedModel] = (),
     shutdown_seconds: float = SHUTDOWN_SECONDS,
 ) -> AsyncIterator[EdgeWorld]:
+    whole = config if isinstance(config, KvloomConfig) else KvloomConfig(edge=config or EdgeConfig())
     link = link or FakeRouterLink()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test", output)
     models = {each.name: each for each in (model, *more_models)}
-    edge = Edge(config or EdgeConfig(), link, models, callers=callers, routes=routes)
+    edge = Edge(whole, link, models, callers=callers, routes=routes)
     server = EdgeServer(edge, shutdown_seconds=shutdown_seconds)
     address = await server.listen("127.0.0.1", port)
     try:

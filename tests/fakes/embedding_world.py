@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
 from kvloom_common.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
-from kvloom_common.receipts.key_files import key_path, public_path
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
@@ -65,10 +65,8 @@ async def embedding_world(
         for number, (engine, shard_config) in enumerate(shards):
             await fabric.add_shard(f"shard-{number}", engine, shard_config)
         await fabric.wait_for_shards(fabric.link, len(shards))
-        edge = Edge(config or EdgeConfig(), fabric.link, {MODEL: ServedModel(MODEL, tokenizer, 0, "fp_test")})
-        if fabric.config.router.receipts.enabled:
-            edge.receipt_keys = public_path(key_path("", fabric.config.data_dir))
-        edge.has_result_cache = fabric.config.router.result_cache.enabled
+        whole = msgspec.structs.replace(fabric.config, edge=config or EdgeConfig())
+        edge = Edge(whole, fabric.link, {MODEL: ServedModel(MODEL, tokenizer, 0, "fp_test")})
         server = EdgeServer(edge)
         address = await server.listen("127.0.0.1", 0)
         try:

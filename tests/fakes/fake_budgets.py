@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,6 +30,9 @@ class FakeBudgets(control_service_pb2_grpc.ControlServiceServicer):
         self.producers: list[str] = []
         self.loses_next_answer = False
         """The stream dies after what was asked for has been done."""
+        self.may_answer = asyncio.Event()
+        """Cleared: what is asked for is done, and answered later."""
+        self.may_answer.set()
         self._limit = limit
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -77,4 +81,5 @@ class FakeBudgets(control_service_pb2_grpc.ControlServiceServicer):
             if self.loses_next_answer:
                 self.loses_next_answer = False
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is restarted")
+            await self.may_answer.wait()
             yield LeaseBudgetsResponse(grants=grants)

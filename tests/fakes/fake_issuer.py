@@ -14,7 +14,7 @@ from aiohttp import web
 from joserfc import jwt
 from joserfc.jwk import ECKey, RSAKey
 
-from kvloom_common.config import IssuerConfig
+from kvloom_common.access.key_sets import IssuerSettings
 
 ISSUER = "https://login.example.com"
 AUDIENCE = "kvloom"
@@ -63,9 +63,9 @@ class FakeIssuer:
         signature = hmac.digest(self.keys[-1].as_pem(private=False), f"{head}.{claims}".encode(), "sha256")
         return f"{head}.{claims}.{_encoded(signature)}"
 
-    def config(self, **fields: Any) -> IssuerConfig:
+    def config(self, **fields: Any) -> IssuerSettings:
         settings = {"name": "login", "issuer": ISSUER, "audiences": [AUDIENCE], "jwks_url": self.url}
-        return IssuerConfig(**{**settings, "min_refetch_seconds": 0.1, **fields})  # type: ignore[arg-type]
+        return IssuerSettings(**{**settings, "min_refetch_seconds": 0.1, **fields})  # type: ignore[arg-type]
 
     async def publish(self, _request: web.Request) -> web.Response:
         self.num_fetches += 1

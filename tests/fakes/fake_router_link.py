@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest, Sink
@@ -118,13 +119,16 @@ Script = Callable[[FakeRequest], None]
 
 
 def answer(*deltas: str, reason: generation_pb2.FinishReason.ValueType = STOP, **start: object) -> Script:
-    """Returns a script that sends every choice these deltas, one token each, all in one frame."""
+    """Returns a script that sends every choice these deltas, one token each, all in one frame, and log-probabilities
+    if they are asked for."""
 
     def play(request: FakeRequest) -> None:
+        wants_logprobs = request.request.submit.request.sampling.HasField("logprobs")
+        logprobs = [TokenLogprobs(logprob=-0.5)] if wants_logprobs else []
         for index in range(request.request.n):
             request.start(index, **start)  # pyright: ignore[reportArgumentType]
             for delta in deltas:
-                request.tokens(delta, index)
+                request.tokens(delta, index, logprobs=logprobs)
         for index in range(request.request.n):
             request.finish(reason, index)
 
@@ -144,6 +148,8 @@ class FakeRouterLink:
         self.charge_error: KvloomError | None = None
         self.limits: LimitsState | None = None
         self.discarded: list[str] = []
+        self.overview: dict[str, Any] = {}
+        self.asked: list[tuple[str, Any]] = []
         self._by_handle: dict[int, FakeRequest] = {}
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self._fleet_changed = asyncio.Event()
@@ -193,6 +199,14 @@ class FakeRouterLink:
         if self.charge_error is not None and not request.num_more_tokens:
             raise self.charge_error
         return ChargeCallResponse(limits=self.limits)
+
+    async def ask_all(self, method: str, request: Any) -> list[Any]:
+        """Answers with `overview`, by method, or fails with it."""
+        self.asked.append((method, request))
+        answer = self.overview[method]
+        if isinstance(answer, KvloomError):
+            raise answer
+        return [answer]
 
     async def close(self) -> None:
         self.tell(FleetState(), connected=False)

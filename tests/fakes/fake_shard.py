@@ -104,23 +104,25 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         assert first.hello.router_id
         self.num_streams += 1
         self.num_connects += 1
-        await context.write(
-            shard_service_pb2.ShardServiceConnectResponse(
-                hello=shard_service_pb2.ShardHello(info=self.info),
-                kv_snapshot=kv_event_pb2.KvSnapshot(number=0),
-                load=self._load(),
+        stepper: asyncio.Task[None] | None = None
+        try:  # the router may cancel as soon as it has read the hello
+            await context.write(
+                shard_service_pb2.ShardServiceConnectResponse(
+                    hello=shard_service_pb2.ShardHello(info=self.info),
+                    kv_snapshot=kv_event_pb2.KvSnapshot(number=0),
+                    load=self._load(),
+                )
             )
-        )
-        stepper = asyncio.create_task(self._make_steps(context))
-        try:
+            stepper = asyncio.create_task(self._make_steps(context))
             while isinstance(frame := await context.read(), shard_service_pb2.ShardServiceConnectRequest):
                 self._on_frame(frame)
         finally:
             # This comes before any await because this task may be cancelled once more.
             self._running.clear()
             self.num_streams -= 1
-            stepper.cancel()
-            await asyncio.gather(stepper, return_exceptions=True)
+            if stepper is not None:
+                stepper.cancel()
+                await asyncio.gather(stepper, return_exceptions=True)
 
     def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectRequest) -> None:
         for submit in frame.submits:

@@ -12,7 +12,7 @@ from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, TokenIds
-from kvloom_common.config import ResumeConfig
+from kvloom_common.replay.stream_retention import ResumeSettings
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
 
@@ -21,7 +21,7 @@ PROMPT = [3, 4]
 
 
 async def start(world: RouterWorld, shard_options: dict[str, Any] | None = None, **resume: Any) -> FakeShard:
-    world.config.router.resume = ResumeConfig(**{"grace_seconds": 10.0, **resume})
+    world.config.resume = ResumeSettings(**{"grace_seconds": 10.0, **resume})
     shard = await world.start_shard("shard-0", **(shard_options or {"step_seconds": 0.002}))
     await world.start_router()
     await world.wait_for_shards(await world.connect(), 1)

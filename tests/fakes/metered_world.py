@@ -21,8 +21,7 @@ from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.config import (
     CascadeConfig,
     ControlConfig,
-    EdgeConfig,
-    EdgeResumeConfig,
+    KvloomConfig,
     RedisConfig,
     RouteConfig,
 )
@@ -71,8 +70,8 @@ class MeteredWorld:
         group = RouterGroup(name, [self.models.address])
         await group.start()
         await eventually(lambda: num_ready_shards(group) == 2, "both fleets")
-        config = EdgeConfig(resume=EdgeResumeConfig())
-        edge = Edge(config, group, self.models.served_models, routes=ModelRoutes(ROUTES), callers=server.callers)
+        models = self.models.served_models
+        edge = Edge(KvloomConfig(), group, models, routes=ModelRoutes(ROUTES), callers=server.callers)
         assert server.callers.identities is not None
         edge.usage = TenantUsage(server.callers.identities)
         served = EdgeServer(edge)
@@ -100,7 +99,7 @@ class MeteredWorld:
 
     async def records(self) -> list[UsageRecord]:
         """All that the router has written."""
-        metering = self.models.server._metering
+        metering = self.models.server._records.metering
         assert metering is not None
         await metering._writer.flush()
         # A record may be written twice, if this comes in between; numbers tell.

@@ -1,4 +1,4 @@
-"""Packages with plugins, installed for one test: from source text, or from the examples of docs/plugins.md."""
+"""Packages with plugins, installed for one test: from source text, or from the examples of docs/how-to/plugins.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "plugins.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "plugins.md"
 
 
 class PluginSite:
@@ -34,7 +34,7 @@ class PluginSite:
         importlib.invalidate_caches()
 
     def install_example(self, group: str) -> None:
-        """Install what docs/plugins.md shows for the group: its entry point and its module."""
+        """Install what docs/how-to/plugins.md shows for the group: its entry point and its module."""
         page = PAGE.read_text()
         for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL):
             entries = tomllib.loads(block).get("project", {}).get("entry-points", {}).get(group)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloom_common.config import EdgeConfig, EdgeResumeConfig
+from kvloom_common.config import KvloomConfig
+from kvloom_common.replay.stream_retention import ResumeSettings
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.resuming_client import ResumingClient
 from tests.waiting import eventually
@@ -16,8 +17,8 @@ def client(world: EdgeWorld, path: str = CHAT, key: str = "secret") -> ResumingC
     return ResumingClient(world.url + path, {"Authorization": f"Bearer {key}"})
 
 
-def config(**resume: Any) -> EdgeConfig:
-    return EdgeConfig(resume=EdgeResumeConfig(**resume))
+def config(**resume: Any) -> KvloomConfig:
+    return KvloomConfig(resume=ResumeSettings(**resume))
 
 
 async def unattended(world: EdgeWorld, count: int = 1) -> None:

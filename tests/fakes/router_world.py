@@ -85,7 +85,7 @@ class RouterWorld:
         self.config.model.name = MODEL
         self.config.redis.url = redis_url
         self.config.redis.key_prefix = f"router-test-{next(_prefixes)}"
-        self.config.router.drain_timeout_seconds = 5.0
+        self.config.fabric.drain_timeout_seconds = 5.0
         self.config.safety.on_unavailable = "allow"
         self.tokenizer = model_tokenizer()
         self.metrics = CollectorRegistry()

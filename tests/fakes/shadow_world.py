@@ -16,6 +16,7 @@ from kvloom_common.models.served_model import ServedModel
 from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.core import RouterCore
 from router.core_settings import core_config
+from router.features.shadow.pair import ShadowSettings
 from router.server import RouterServer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
@@ -48,8 +49,8 @@ class ShadowWorld(RouterWorld):
 
     def shadow(self, **settings: object) -> ShadowConfig:
         """Has the router sample all answers, or as the settings say."""
-        shadow = ShadowConfig(**{"model": MODEL, "candidate": CANDIDATE, "share": 1.0, **settings})  # type: ignore[arg-type]
-        self.server.shadows.set_shadows([shadow])
+        shadow = ShadowSettings(**{"model": MODEL, "candidate": CANDIDATE, "share": 1.0, **settings})  # type: ignore[arg-type]
+        self.server.features.shadows.set_shadows([shadow])
         return shadow
 
     async def add_model(self, name: str, engine: Engine | None = None, **shard: object) -> CollectorRegistry:

@@ -19,7 +19,7 @@ TINY_CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "max_position_embeddings": 300,
     "type_vocab_size": 2,
     "layer_norm_eps": 1e-12,

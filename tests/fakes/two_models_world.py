@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.router_link.group import RouterGroup
-from kvloom_common.config import EdgeConfig, KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
+from kvloom_common.config import KvloomConfig, ModelConfig, RouteConfig, ShardConfig, SimConfig
 from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.models.catalogue import Catalogue
@@ -135,7 +135,7 @@ async def two_models_world(
         world._cleanup.push_async_callback(link.close)
         await link.start()
         await eventually(lambda: num_ready_shards(link) == 2, "both fleets")
-        world.edge = Edge(EdgeConfig(), link, world.served_models, routes=ModelRoutes([ROUTE]))
+        world.edge = Edge(KvloomConfig(), link, world.served_models, routes=ModelRoutes([ROUTE]))
         server = EdgeServer(world.edge)
         world.url = f"http://{await server.listen('127.0.0.1', 0)}"
         try:

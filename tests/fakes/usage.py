@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
-from control.database.database import Database, open_database
 from control.database.migrate import migrate
 from control.database.schema import keys, organisations, projects
-from control.database.url import with_driver
 from control.database.usage_tables import budget_spending, usage_daily
+from kvloom_common.database.database import Database, open_database
+from kvloom_common.database.url import with_driver
 from kvloom_common.tenancy.usage_record import UsageRecord
 
 NOON = 1_764_072_000.0

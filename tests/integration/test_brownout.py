@@ -1,4 +1,5 @@
-"""Brownout over real sockets: an edge, a router and a simulated shard that is slow for a while (docs/brownout.md)."""
+"""Brownout over real sockets: an edge, a router and a simulated shard that is slow for a while
+(docs/operate/brownout.md)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from kvloom.client.client import Client
-from kvloom_common.config import BrownoutConfig, BrownoutStepConfig, KvloomConfig
+from kvloom_common.config import BrownoutStepConfig, KvloomConfig
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import NO_SECRET
+from router.core.rule_settings import BrownoutSettings
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.waiting import eventually
@@ -29,7 +31,7 @@ HEADER = "x-kvloom-brownout"
 
 def _enable(config: KvloomConfig) -> None:
     """A first token always takes longer than this objective, until a test makes it generous."""
-    config.router.brownout = BrownoutConfig(
+    config.router.brownout = BrownoutSettings(
         enabled=True,
         ttft_slo_seconds=1e-9,
         fast_window_seconds=0.2,

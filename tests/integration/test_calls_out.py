@@ -116,8 +116,8 @@ CALLS: Final = {
 }  # fmt: skip
 CALLERS: Final = {
     "control/usage/webhook.py": "control.webhook_urls; redirects are not followed",
-    "edge_http/endpoints/lora_adapters.py": "the supervisor's socket in the data directory",
     "edge_http/recovery/peer_proxy.py": "edges, by sealed records; redirects are not followed",
+    "edge_http/supervisor.py": "the supervisor's socket in the data directory",
     "kvloom/client/credentials.py": "the SDK: what its user names",
     "kvloom/transport/channel_options.py": "routers, by what the link or the SDK's user names",
     "kvloom/transport/local_client.py": "a socket of this user on this machine",
@@ -126,6 +126,7 @@ CALLERS: Final = {
     "kvloom_common/metrics/server.py": "metrics.host, which it looks up to listen there",
     "kvloom_common/trust/fabric_trust.py": "processes, by sealed records or the configuration",
     "kvloom_common/trust/tls_trust.py": "likewise",
+    "safety_svc/guardrails.py": "the url of a guardrail in the operator's policy; redirects are not followed",
 }
 """Modules of services that call an address, and whose address it is."""
 

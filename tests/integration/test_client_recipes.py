@@ -1,4 +1,4 @@
-"""The recipes of docs/clients.md run as they are printed."""
+"""The recipes of docs/how-to/clients.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "clients.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "clients.md"
 NODE_MODULES = REPOSITORY / "tests" / "clients" / "node" / "node_modules"
 """Installed by `make test-clients`."""
 RECIPES = {

@@ -215,7 +215,7 @@ async def test_usage_records_add_up_when_living_routers_are_left(
     quick = {"grpc.keepalive_time_ms": 600, "grpc.http2.ping_timeout_ms": 400}
     options = [(name, quick.get(name, value)) for name, value in channel_options.CHANNEL_OPTIONS]
     monkeypatch.setattr(channel_options, "CHANNEL_OPTIONS", options)
-    world.config.router.drain_timeout_seconds = 0.2
+    world.config.fabric.drain_timeout_seconds = 0.2
     first, second = await two_routers(world)
     proxy = BreakingProxy(first.address)
     await proxy.start()

@@ -11,10 +11,11 @@ import sqlalchemy as sa
 import sqlalchemy.exc
 from sqlalchemy.engine import make_url
 
-from control.database.database import DatabaseInUseError, open_database
-from control.database.migrate import MigrationError, migrate, migrate_back
+from control.database.migrate import migrate, migrate_back
 from control.database.schema import keys, metadata, organisations, projects, table_state, used_ids
-from control.database.url import with_driver
+from kvloom_common.database.database import DatabaseInUseError, open_database
+from kvloom_common.database.migrate import MigrationError
+from kvloom_common.database.url import with_driver
 
 
 def shape(connection: sa.Connection) -> dict[str, object]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import sqlalchemy.exc
 from prometheus_client import CollectorRegistry
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
-from control.database.database import LOCK_SECONDS, make_engine
-from control.database.url import with_driver
 from control.service import directory_servicer
 from control.usage.metrics import UsageMetrics
 from control.usage.webhook import AlertSender
@@ -27,6 +26,8 @@ from kvloom.errors import KvloomError
 from kvloom.v1 import usage_service_pb2 as usage_pb
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
+from kvloom_common.database.database import LOCK_SECONDS, Database, make_engine
+from kvloom_common.database.url import with_driver
 from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.control_world import ControlWorld, Pb, control_world
@@ -209,6 +210,18 @@ async def test_a_full_disk_refuses_changes_and_keeps_what_was_acknowledged(tmp_p
         assert await key_ids(world) == {one.key.id for one in made}
 
 
+def renew_connections(database: Database) -> None:
+    """Let nothing be read by connections that are open now, which remember pages. (Disposing of the pool would forget
+    the ones that are in use, unclosed.)"""
+    engine = database.engine.sync_engine
+    event.listen(engine, "connect", lambda _, record: record.info.update(is_new=True))
+
+    @event.listens_for(engine, "checkout")
+    def check(_connection: object, record: Any, _proxy: object) -> None:
+        if not record.info.get("is_new"):
+            raise sqlalchemy.exc.DisconnectionError
+
+
 async def test_a_damaged_database_is_said_to_be_and_tables_stay(tmp_path: Path) -> None:
     """Edges and routers must not take a table from it that lacks what cannot be read."""
     path = tmp_path / "control.db"
@@ -218,7 +231,7 @@ async def test_a_damaged_database_is_said_to_be_and_tables_stay(tmp_path: Path) 
         with contextlib.closing(sqlite3.connect(path)) as other:
             other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             (size,) = other.execute("PRAGMA page_size").fetchone()
-        await world.database.engine.dispose()
+        renew_connections(world.database)
         content = path.read_bytes()
         path.write_bytes(content[:size] + hashlib.shake_128(b"damage").digest(len(content) - size))
         for message in (await refused(world), await refused(world, "ListKeys", page_size=1)):

@@ -12,14 +12,14 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
-from control.database.database import make_engine
 from control.database.schema import keys, table_state
-from control.database.url import with_driver
 from control.directory import transaction
 from control.replication.follower import Follower
 from kvloom.enums import ErrorReason
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.control_service_pb2 import FollowRequest, LeaseBudgetsRequest, LeaseBudgetsResponse
+from kvloom_common.database.database import make_engine
+from kvloom_common.database.url import with_driver
 from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 

@@ -10,9 +10,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
-from control.database.database import open_database
 from control.database.migrate import migrate, migrate_back
-from control.database.url import with_driver
+from kvloom_common.database.database import open_database
+from kvloom_common.database.url import with_driver
 from tests.integration.test_control_database import shape
 
 BEFORE = "r0005"
@@ -21,9 +21,9 @@ CUT_OFF = """
 import asyncio, signal, sys
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
-from control.database.database import open_database
+from kvloom_common.database.database import open_database
 from control.database.migrate import migrate
-from control.database.url import with_driver
+from kvloom_common.database.url import with_driver
 
 async def main(url, at):
     count = 0

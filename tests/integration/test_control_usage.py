@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from control.database.database import Database
 from control.database.schema import keys, projects
 from control.database.usage_tables import budget_alerts, budget_leases
 from control.usage.leases import ProducerClosedError, change_leases
@@ -24,6 +23,7 @@ from kvloom.v1.control_service_pb2 import (
     BudgetGrant,
     BudgetName,
 )
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.usage_record import Charge, UsageRecord
 from kvloom_common.tenancy.usage_stream import Stored, UsageEntry
 from tests.fakes.usage import NOON, spending, totals, usage_database, usage_record

@@ -8,16 +8,22 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, SequenceFinish
-from kvloom_common.config import ShardConfig, SimConfig, TensorRtCacheTransceiverConfig, TensorRtLlmConfig
+from kvloom_common.config import ShardConfig, SimConfig
 from kvloom_common.process.service import StartError
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
-from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.conformance.engine_driver import prompt_of
 from tests.fakes.failover_world import MODEL, Collected, FailoverWorld, failover_world
-from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
-from tests.fakes.tensorrt_llm_engine import make_tensorrt_llm_engine
+from tests.fakes.fake_tensorrt_llm import (
+    NEWEST,
+    RELEASE_1_2,
+    FakeTensorRtLlm,
+    LibraryRelease,
+    Variant,
+    installed_tensorrt_llm,
+)
+from tests.fakes.tensorrt_llm_engine import make_tensorrt_llm_engine, options
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -40,10 +46,9 @@ def sim_shard(role: str) -> tuple[Engine, ShardConfig]:
 
 
 def tensorrt_llm_shard(role: str, timeout_ms: int = 300) -> tuple[Engine, ShardConfig]:
-    transceiver = TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=timeout_ms)
-    settings = TensorRtLlmConfig(cache_transceiver=transceiver)
+    settings = options(cache_transceiver_config={"backend": "NIXL", "kv_transfer_timeout_ms": timeout_ms})
     config = ShardConfig(engine="tensorrt_llm", role=role, tensorrt_llm=settings)  # pyright: ignore[reportArgumentType]
-    return make_tensorrt_llm_engine(settings), config
+    return make_tensorrt_llm_engine(settings, role=role), config
 
 
 def patient_shard(role: str) -> tuple[Engine, ShardConfig]:
@@ -98,7 +103,7 @@ async def test_a_split_answer_is_the_one_of_a_single_shard(
 
 @pytest.mark.parametrize("release", [RELEASE_1_2, NEWEST], ids=["1.2.1", "newest"])
 async def test_an_answer_with_logprobs_is_split_where_they_are_handed_over(
-    redis_url: str, tokenizer: ModelTokenizer, release: Release
+    redis_url: str, tokenizer: ModelTokenizer, release: LibraryRelease
 ) -> None:
     """Every token has its log-probability, the first one too, which the prefill shard has computed."""
     sampling = SamplingParams(temperature=0.0, seed=0, logprobs=2)

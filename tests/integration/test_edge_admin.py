@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from edge_http.tenant_usage import TenantUsage
 from kvloom_common.callers import Callers
 from tests.fakes.control_world import ControlWorld, Pb, control_world, entries_of
 from tests.fakes.edge_world import EdgeWorld, edge_world
@@ -33,6 +34,7 @@ async def admin_world(folder: Path, **control: Any) -> AsyncIterator[tuple[EdgeW
         identities = identities_of(folder, entries, **control)
         identities._follower.channel = world.channel
         async with edge_world(callers=Callers(identities=identities)) as edge:
+            edge.edge.usage = TenantUsage(identities)
             yield edge, world, secrets
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from edge_http.answers.streamed_answer import StreamedAnswer
+from edge_http.edge import EdgeSettings
 from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.wire.large_body import PIECE_BYTES
 from kvloom.v1.generation_pb2 import TokenLogprobs
-from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT
@@ -46,7 +47,7 @@ def send(request: FakeRequest, num_tokens: int, index: int = 0) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_answer_that_grows_too_large_is_ended(path: str) -> None:
     """It fails at once, before the fabric and the edge have spent more on it, and says which limit it met."""
-    async with edge_world(EdgeConfig(max_answer_bytes=4096)) as world:
+    async with edge_world(EdgeSettings(max_answer_bytes=4096)) as world:
         asking = begin(world, path)
         request = await world.link.next_request()
         request.start()
@@ -54,7 +55,7 @@ async def test_answer_that_grows_too_large_is_ended(path: str) -> None:
         status, answer = await asking
         assert status == 400
         assert answer["error"]["code"] == "answer_too_large"
-        assert "4096 bytes (edge.max_answer_bytes)" in answer["error"]["message"]
+        assert "4096 bytes" in answer["error"]["message"]
         assert request.cancelled.is_set()
         assert world.edge.collected.num_bytes == 0
 
@@ -66,7 +67,7 @@ async def test_an_answer_whose_client_left_is_freed_at_once() -> None:
     gc.disable()
     num_others = num_collected_choices()  # of earlier tests
     try:
-        async with edge_world(EdgeConfig(max_answer_bytes=64_000)) as world:
+        async with edge_world(EdgeSettings(max_answer_bytes=64_000)) as world:
             asking = begin(world, n=2)
             request = await world.link.next_request()
             for index in range(2):
@@ -86,6 +87,30 @@ async def test_an_answer_whose_client_left_is_freed_at_once() -> None:
         gc.enable()
 
 
+async def test_a_stream_that_ended_waits_for_no_garbage_collector() -> None:
+    """The record of a request and its answer referred to one another: some 30 objects a request stayed until the
+    garbage collector came, which took a tenth of a busy edge's time, and each request got memory that was in no
+    cache."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with edge_world() as world:
+            body = {"model": "tiny", **PATHS["/v1/completions"], "stream": True}
+            for _ in range(10):
+                asking = asyncio.ensure_future(world.http.post(world.url + "/v1/completions", json=body))
+                request = await world.link.next_request()
+                request.start()
+                request.finish()
+                await (await asking).read()
+                world.link.requests.clear()
+                world.link._by_handle.clear()
+                del request
+            num_left = sum(type(each) is StreamedAnswer for each in gc.get_objects())
+            assert num_left <= 2, "the last ones may still be in use"
+    finally:
+        gc.enable()
+
+
 def num_collected_choices() -> int:
     """That are still in memory."""
     return sum(type(each) is CollectedChoice for each in gc.get_objects())  # isinstance wakes lazy objects
@@ -93,7 +118,7 @@ def num_collected_choices() -> int:
 
 async def test_one_caller_cannot_take_all_memory_for_answers() -> None:
     """Unfinished answers would otherwise fill the process, or cause all other requests to be refused."""
-    config = EdgeConfig(max_pending_answer_bytes=2**20, max_answer_bytes=2**19)
+    config = EdgeSettings(max_pending_answer_bytes=2**20, max_answer_bytes=2**19)
     async with edge_world(config) as world:
         begun = [begin(world), begin(world), begin(world, key="two")]
         requests = [await world.link.next_request() for _ in begun]

@@ -284,7 +284,7 @@ def test_window_boundary() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status", "code"),
     [
-        ("GET", "/v1/chat/completions", {}, 405, "method_not_allowed"),
+        ("GET", "/v1/chat/completions", {}, 501, "not_implemented"),
         ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),
         ("OPTIONS", "/v1/chat/completions", {}, 405, "method_not_allowed"),
         ("POST", "/v1/chat/completion", {}, 404, "not_found"),

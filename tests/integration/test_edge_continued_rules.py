@@ -12,10 +12,11 @@ from typing import Any
 import openai
 import pytest
 
+from edge_http.edge import EdgeSettings
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
-from kvloom_common.config import EdgeConfig, EdgeResumeConfig, RouteConfig
+from kvloom_common.config import EdgeConfig, RouteConfig
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
@@ -269,7 +270,7 @@ async def test_a_client_that_leaves_ends_the_second_model_too(world: EdgeWorld) 
 @pytest.mark.parametrize("is_continued", [False, True])
 async def test_a_reader_that_stalls_ends_the_model_that_writes(is_continued: bool) -> None:
     """The answer ends by itself, at whichever model, and nothing goes on unread."""
-    async with a_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
+    async with a_world(EdgeSettings(max_buffered_bytes=64 * 1024)) as world:
         loop = asyncio.get_running_loop()
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -315,7 +316,7 @@ async def test_an_answer_that_has_all_its_tokens_ends(world: EdgeWorld) -> None:
 @pytest.mark.parametrize("by_header", [False, True])
 async def test_a_continued_answer_can_be_resumed(by_header: bool) -> None:
     """The connection may be lost before, and come back after, the model: the events are one sequence."""
-    async with a_world(EdgeConfig(resume=EdgeResumeConfig())) as world:
+    async with a_world() as world:
         streamed = client(world)
         reading = asyncio.create_task(streamed.begin(chat_body(model="chat", stream=True), stop_after=2))
         first = await world.link.next_request()

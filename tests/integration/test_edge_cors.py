@@ -35,7 +35,7 @@ async def test_off_by_default() -> None:
     """An edge that was not configured for it tells no page that it may read its answers."""
     async with edge_world(link=scripted("x")) as world:
         asked = await preflight(world, "/v1/chat/completions")
-        assert (asked.status, asked.headers["Allow"]) == (405, "POST")
+        assert (asked.status, asked.headers["Allow"]) == (405, "POST, GET")
         async with world.http.post(
             f"{world.url}/v1/chat/completions", json=chat_body(), headers={"Origin": PAGE}
         ) as response:

@@ -17,7 +17,7 @@ async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: s
     """As in the process (edge_http/server/process.py): the client gets the events that it missed from another edge, and
     the rest, which that edge requests from its router."""
     async with edges(redis_url) as ((first, peers), (second, _)):
-        first.edge.config.drain_timeout_seconds = 0.05
+        first.edge.drain_timeout_seconds = 0.05
         streamed, request = await begin(first, 2)
         for delta in ("while", "it", "drains"):
             request.tokens(delta)

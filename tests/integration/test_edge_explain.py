@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeConfig
+from kvloom_common.config import FabricConfig, KvloomConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, FakeRequest, answer
 
@@ -90,7 +90,7 @@ async def test_what_never_started_has_no_shard_to_name(world: EdgeWorld, stream:
 async def test_the_wait_for_a_shard_ends_with_the_request_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that never starts the request must not keep the client waiting for ever."""
     monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.0)
-    async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
+    async with edge_world(KvloomConfig(fabric=FabricConfig(request_timeout_seconds=0.05))) as world:
         path = f"{world.url}/v1/chat/completions"
         async with world.http.post(path, json=chat_body(stream=True), headers=EXPLAIN) as response:
             assert response.status == 504

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvloom_common.config import EdgeConfig
+from edge_http.edge import EdgeSettings
+from kvloom_common.config import CallersConfig, KvloomConfig
 from kvloom_common.limits.address_limit import AddressLimit
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
@@ -18,10 +19,9 @@ from tests.waiting import eventually
 
 MAX_REQUESTS = 40
 MAX_REQUESTS_PER_CALLER = 30
-CONFIG = EdgeConfig(
-    max_concurrent_requests=MAX_REQUESTS,
-    max_concurrent_requests_per_caller=MAX_REQUESTS_PER_CALLER,
-    max_buffered_bytes=65_536,
+CONFIG = KvloomConfig(
+    edge=EdgeSettings(max_concurrent_requests=MAX_REQUESTS, max_buffered_bytes=65_536),
+    callers=CallersConfig(max_concurrent_requests=MAX_REQUESTS_PER_CALLER),
 )
 
 
@@ -55,7 +55,7 @@ async def test_unread_streams_leave_room_for_others() -> None:
             assert "Retry-After" in refused.headers
             error = (await refused.json())["error"]
         assert error["code"] == "rate_limit_exceeded"
-        assert "edge.max_concurrent_requests_per_caller" in error["message"]
+        assert "callers.max_concurrent_requests" in error["message"]
         world.link.script = answer("a")
         others = [world.post(CHAT, chat_body(), headers={"Authorization": f"Bearer {i}"}) for i in range(10)]
         assert [status for status, _ in await asyncio.gather(*others)] == [200] * 10
@@ -78,7 +78,7 @@ async def test_unread_streams_are_ended_and_their_places_are_free_again() -> Non
 
 async def test_places_of_an_abandoned_stream_are_the_callers() -> None:
     """A resumable answer runs without its client, so its caller's place remains taken."""
-    config = EdgeConfig(max_concurrent_requests_per_caller=1)
+    config = KvloomConfig(callers=CallersConfig(max_concurrent_requests=1))
     async with edge_world(config) as world:
         first = client(world)
         reading = asyncio.create_task(first.begin(chat_body(stream=True), stop_after=1))
@@ -97,7 +97,7 @@ async def test_places_of_an_abandoned_stream_are_the_callers() -> None:
 
 async def test_connections_of_one_address() -> None:
     """Inventing credentials costs nothing as long as they are not checked; a client has to own its address."""
-    async with edge_world(EdgeConfig(max_connections_per_address=2)) as world:
+    async with edge_world(KvloomConfig(callers=CallersConfig(max_connections_per_address=2))) as world:
         held = [await asyncio.open_connection(*world.address) for _ in range(2)]
         for reader, writer in held:  # so that they have been accepted
             writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")

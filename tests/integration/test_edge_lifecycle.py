@@ -16,10 +16,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from edge_http.edge import Edge
+from edge_http.edge import Edge, EdgeSettings
 from edge_http.server.http_server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
-from kvloom_common.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
+from kvloom_common.config import (
+    EdgeConfig,
+    FabricConfig,
+    KvloomConfig,
+    LogConfig,
+    ModelConfig,
+    RouterConfig,
+    dump_config,
+)
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.service import StartError
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -98,7 +106,7 @@ async def test_error_of_one_prompt_cancels_the_others(world: EdgeWorld) -> None:
 
 async def test_slow_reader_is_bounded_and_cut_off() -> None:
     """A reader that stalls first fills a bounded buffer and then loses its request; others continue to stream."""
-    async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
+    async with edge_world(EdgeSettings(max_buffered_bytes=64 * 1024)) as world:
         raw = await connect(world, receive_buffer_bytes=4096, stream=True)
         slow = await world.link.next_request()
         slow.start()
@@ -129,7 +137,7 @@ async def test_slow_reader_is_bounded_and_cut_off() -> None:
 async def test_stuck_reader_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that never reads again must not hold its connection for ever."""
     monkeypatch.setattr("edge_http.answers.streamed_answer.SLOW_CLIENT_LINGER_SECONDS", 0.05)
-    async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
+    async with edge_world(EdgeSettings(max_buffered_bytes=64 * 1024)) as world:
         raw = await connect(world, receive_buffer_bytes=4096, stream=True)
         stuck = await world.link.next_request()
         while not stuck.cancelled.is_set():
@@ -159,7 +167,7 @@ async def test_requests_over_the_limit_are_refused() -> None:
 async def test_router_that_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait has a deadline, so the edge ends a request that the router has forgotten."""
     monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.01)
-    async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
+    async with edge_world(KvloomConfig(fabric=FabricConfig(request_timeout_seconds=0.05))) as world:
         status, body = await world.chat()
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         assert world.link.requests[0].cancelled.is_set()
@@ -206,7 +214,7 @@ async def test_a_client_answered_during_the_drain_may_ask_once_more() -> None:
     be rejected because the answer took longer than idle connections are waited for. Then the connection closes."""
     loop = asyncio.get_running_loop()
     link = FakeRouterLink()
-    edge = Edge(EdgeConfig(), link, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
+    edge = Edge(KvloomConfig(), link, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
     server = EdgeServer(edge)
     address = await server.take_over(socket.create_server(("127.0.0.1", 0)))
     try:
@@ -232,9 +240,36 @@ async def test_a_client_answered_during_the_drain_may_ask_once_more() -> None:
         await server.stop()
 
 
+async def test_clients_are_accepted_until_others_have_been_told_to_accept_them() -> None:
+    """Another process holds the socket too, which must stop listening, or clients would wait in it for ever. Those that
+    connect before it knows are lost if nobody accepts them: they are reset when it closes the socket."""
+    link = FakeRouterLink()
+    edge = Edge(KvloomConfig(), link, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
+    server = EdgeServer(edge)
+    listener = socket.create_server(("127.0.0.1", 0))
+    held_elsewhere = listener.dup()
+    address = await server.take_over(listener)
+    told = asyncio.Event()
+    draining = asyncio.create_task(server.drain(told.set))
+    try:
+        async with asyncio.timeout(5), aiohttp.ClientSession(f"http://{address}") as http:
+            await told.wait()
+            link.script = answer("b")
+            async with http.post("/v1/chat/completions", json=chat_body()) as answered:
+                assert answered.status == 200
+                assert answered.headers["Connection"] == "close"
+            held_elsewhere.close()
+            await draining
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await http.post("/v1/chat/completions", json=chat_body())
+    finally:
+        await server.stop()
+
+
 async def test_drain_gives_up_at_its_timeout() -> None:
     """A request that does not end is cancelled in the engine when the server stops."""
-    async with edge_world(EdgeConfig(drain_timeout_seconds=0.05), shutdown_seconds=0.05) as world:
+    config = KvloomConfig(fabric=FabricConfig(drain_timeout_seconds=0.05))
+    async with edge_world(config, shutdown_seconds=0.05) as world:
         running = asyncio.create_task(world.chat())
         request = await world.link.next_request()
         await world.server.drain()
@@ -245,7 +280,7 @@ async def test_drain_gives_up_at_its_timeout() -> None:
 
 async def test_port_that_is_taken(world: EdgeWorld) -> None:
     """Two servers on one port would share clients at random."""
-    second = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {}))
+    second = EdgeServer(Edge(KvloomConfig(), FakeRouterLink(), {}))
     with pytest.raises(StartError, match="cannot listen"):
         await second.listen(*world.address)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import structlog.testing
 
+from edge_http.metric_table import MEMORY
 from kvloom_common.config import EdgeConfig
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom_common.limits.memory_watch import MemoryWatch
@@ -34,7 +35,7 @@ async def watched(world: EdgeWorld) -> AsyncIterator[Memory]:
     memory = Memory()
     edge = world.edge
     watch = MemoryWatch(
-        "edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory, sample_seconds=0.002
+        MEMORY, LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory, sample_seconds=0.002
     )
     task = asyncio.create_task(watch.watch())
     yield memory

@@ -10,9 +10,9 @@ from typing import Any
 import anthropic
 import pytest
 
+from edge_http.edge import EdgeSettings
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeConfig
 from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, LENGTH, FakeRequest, answer
@@ -483,7 +483,7 @@ async def test_an_error_in_a_running_stream_is_an_event(world: EdgeWorld, client
 
 async def test_limits_hold(world: EdgeWorld) -> None:
     """Another API is no way around the limits on bodies."""
-    async with edge_world(EdgeConfig(max_body_bytes=1024, max_messages=2)) as small:
+    async with edge_world(EdgeSettings(max_body_bytes=1024, max_messages=2)) as small:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             status, body = await post(small, path, messages=[{"role": "user", "content": "x" * 2000}])
             assert (status, body["error"]["type"]) == (413, "request_too_large")

@@ -9,9 +9,10 @@ from typing import Any
 import openai
 import pytest
 
+from edge_http.formatting.moderation import CATEGORIES
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeConfig
+from kvloom_common.config import CallersConfig, KvloomConfig
 from tests.fakes.edge_world import edge_world
 
 PATH = "/v1/moderations"
@@ -28,8 +29,12 @@ async def test_the_official_client_reads_the_results() -> None:
         assert one.id.startswith("modr-")
         assert one.model == "kvloom-policy-1"
         assert one.results[0].flagged
-        assert one.results[0].categories.to_dict() == {"forbidden-things": True, "other": False}
-        assert one.results[0].category_scores.to_dict() == {"forbidden-things": 1.0, "other": 0.0}
+        assert one.results[0].categories.to_dict() == dict.fromkeys(CATEGORIES, False) | {
+            "forbidden-things": True,
+            "other": False,
+        }
+        assert one.results[0].category_scores.to_dict()["forbidden-things"] == 1.0
+        assert one.results[0].category_scores.to_dict()["other"] == 0.0
         assert one.results[0].category_applied_input_types.to_dict()["other"] == ["text"]
         many = await client.moderations.create(input=["nice", "forbidden", ""], model="omni-moderation-latest")
         assert [result.flagged for result in many.results] == [False, True, False]
@@ -72,7 +77,7 @@ async def test_without_a_safety_service() -> None:
 
 async def test_the_callers_limit_holds_here_too() -> None:
     """Moderations take places of their caller like answers, so that no limit can be passed by."""
-    async with edge_world(EdgeConfig(max_concurrent_requests_per_caller=1)) as world:
+    async with edge_world(KvloomConfig(callers=CallersConfig(max_concurrent_requests=1))) as world:
         async with world.http.get(world.url + "/health") as response:
             assert response.status == 200
         with world.edge.admit(world.edge.callers._callers.name("", "127.0.0.1")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from edge_http.edge import PENDING_BODIES
 from edge_http.server.connection import MAX_PIPELINED_BYTES
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -59,7 +60,7 @@ async def test_pipelined_bodies_are_not_read_ahead() -> None:
 
 async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
     """Many connections, each with a little behind a slow request, would add up to gigabytes."""
-    config = EdgeConfig(max_pending_body_bytes=4 * 2**20)
+    config = EdgeConfig(max_body_bytes=4 * 2**20 // PENDING_BODIES)
     async with edge_world(config) as world:
         connections = [await begin(world) for _ in range(20)]
         running = [await world.link.next_request() for _ in connections]

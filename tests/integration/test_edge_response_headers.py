@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvloom_common.config import EdgeConfig
+from edge_http.edge import EdgeSettings
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 
@@ -88,7 +88,7 @@ async def test_streams(resume: str) -> None:
 async def test_connections_that_are_refused(data: bytes, status: int) -> None:
     """Also what fails before there is a request has an id; headers that are too long are refused in words, with their
     limit."""
-    async with edge_world(EdgeConfig(max_header_bytes=4096)) as world:
+    async with edge_world(EdgeSettings(max_header_bytes=4096)) as world:
         line, headers, body = await raw(world, data)
         assert int(line.split()[1]) == status
         assert headers[b"x-request-id"].startswith(b"req-")

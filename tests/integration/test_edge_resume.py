@@ -12,9 +12,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from edge_http.edge import EdgeSettings
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
-from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
 from tests.fakes.resume_world import CHAT, client, metric, unattended
@@ -258,7 +258,7 @@ async def test_http_1_0_client_resumes_without_chunks(world: EdgeWorld) -> None:
 
 async def test_long_replay_waits_for_its_reader() -> None:
     """A replay much larger than the buffer for slow readers arrives completely, at the reader's pace."""
-    async with edge_world(EdgeConfig(max_buffered_bytes=16 * 1024)) as world:
+    async with edge_world(EdgeSettings(max_buffered_bytes=16 * 1024)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
         request = await world.link.next_request()

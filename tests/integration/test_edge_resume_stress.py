@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from kvloom_common.config import EdgeConfig
+from edge_http.edge import EdgeSettings
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT, client, config, unattended
@@ -18,7 +18,7 @@ from tests.waiting import eventually
 
 async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
     """It is cut off like any slow reader, and can come back for the rest."""
-    async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
+    async with edge_world(EdgeSettings(max_buffered_bytes=64 * 1024)) as world:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)

@@ -241,10 +241,9 @@ async def test_parameters_reach_the_router(world: EdgeWorld) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 3, 2**64 - 1)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
     assert full.submit.traceparent == headers["traceparent"]
-    assert full.submit.prompt_text == "the fox"
+    assert full.submit.prompt_text == "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
     assert not bare.wanted.sampling.ListFields()
     assert not bare.wanted.stop.ListFields()
-    assert bare.submit.prompt_text == "aa"
     tokenizer = byte_level_tokenizer()
     prompt = tokenizer.decode(list(bare.prompt_token_ids), skip_special_tokens=False)
     assert prompt == "<|im_start|>system\naa<|im_end|>\n<|im_start|>assistant\n"

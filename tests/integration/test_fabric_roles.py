@@ -22,11 +22,13 @@ ROLES: Final = (
 
 
 def services() -> dict[str, Any]:
-    """All of the repository's protos, by full name."""
+    """All services of kvloom's own protos, by full name. KEDA's is served by `kvloom scaler` alone, at its own port."""
     found = {}
     for file in sorted((REPOSITORY / "protos" / "kvloom" / "v1").glob("*.proto")):
         module = importlib.import_module(f"kvloom.v1.{file.stem}_pb2")
         for service in module.DESCRIPTOR.services_by_name.values():
+            if not service.full_name.startswith("kvloom."):
+                continue
             found[service.full_name] = importlib.import_module(f"kvloom.v1.{file.stem}_pb2_grpc"), service
     return found
 

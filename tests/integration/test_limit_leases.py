@@ -177,6 +177,58 @@ async def test_a_grant_whose_answer_was_lost_is_not_granted_again():
         await control.stop()
 
 
+async def test_a_service_that_is_busy_is_waited_for():
+    """Asked anew on a new stream each time, one that takes a second for an answer would never give one, and its tenants
+    would be refused for as long. Meanwhile requests are told that there is no answer."""
+    control = FakeBudgets(100)
+    await control.start()
+    control.may_answer.clear()
+    answers: asyncio.Queue[LeasesGranted] = asyncio.Queue()
+    desk = BudgetLeases("r0/1", lambda: [control.address], NO_SECRET, answers.put_nowait, answer_seconds=0.05)
+    web, app = (LeaseName(f"tenant:acme/{name}", LeaseKind.MONTH_NANOS, "2026-11") for name in ("web", "app"))
+    running = asyncio.create_task(desk.run())
+    try:
+        async with asyncio.timeout(5.0):
+            desk.ask([LeaseWant(web, 100, 60, number=1)])
+            assert (await answers.get()).failed == [web]
+            desk.ask([LeaseWant(app, 100, 30, number=1)])
+            while app not in (failed := set((await answers.get()).failed)):
+                assert failed == {web}
+            control.may_answer.set()
+            while not (answer := await answers.get()).grants:
+                assert set(answer.failed) == {web, app}
+        assert [grant.granted for grant in answer.grants] == [60]
+        assert control.producers == ["r0/1"]  # one stream
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await control.stop()
+
+
+async def test_another_service_is_asked_instead_of_one_that_hangs():
+    hanging, other = FakeBudgets(100), FakeBudgets(100)
+    for control in (hanging, other):
+        await control.start()
+    hanging.may_answer.clear()
+    answers: asyncio.Queue[LeasesGranted] = asyncio.Queue()
+    addresses = [hanging.address, other.address]
+    desk = BudgetLeases("r0/1", lambda: addresses, NO_SECRET, answers.put_nowait, answer_seconds=0.05)
+    want = LeaseWant(LeaseName("tenant:acme/web", LeaseKind.MONTH_NANOS, "2026-11"), 100, 60, number=1)
+    running = asyncio.create_task(desk.run())
+    try:
+        async with asyncio.timeout(5.0):
+            answer = LeasesGranted()
+            while not answer.grants:
+                desk.ask([want])
+                answer = await answers.get()
+        assert other.producers == ["r0/1"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await hanging.stop()
+        await other.stop()
+
+
 # -- routers ----------------------------------------------------------------------------------------------------------
 
 PRICE = Price("p", "*", prompt_nanos=3, cached_nanos=1, output_nanos=10, request_nanos=7)

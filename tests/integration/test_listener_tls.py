@@ -19,7 +19,7 @@ from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
 from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom_common.access.listener_tls import ListenerTls
-from kvloom_common.config import ConfigError, EdgeConfig, TlsConfig
+from kvloom_common.config import ConfigError, KvloomConfig, TlsConfig
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.service import set_serving
 from kvloom_common.process.watched_files import following
@@ -52,7 +52,7 @@ def trusting(authority: Authority, own: tuple[Path, Path] | None = None) -> ssl.
 @contextlib.asynccontextmanager
 async def https_edge(tls: ListenerTls, *, taken_over: bool) -> AsyncIterator[str]:
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
-    server = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}))
+    server = EdgeServer(Edge(KvloomConfig(), FakeRouterLink(), {"tiny": model}))
     if taken_over:
         listener = socket.create_server(("127.0.0.1", 0))
         address = await server.take_over(listener, tls.http_context())

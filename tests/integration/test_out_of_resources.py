@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -16,7 +18,7 @@ import uvloop
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_socket import local_socket_name
 from kvloom.v1 import router_service_pb2 as router
-from kvloom_common.process.log_lines import LineWriter
+from kvloom_common.process.log_lines import LineWriter, render_json
 from kvloom_common.process.watched_files import WatchedFiles, following
 from kvloom_common.transport.local_server import LocalServer
 from kvloom_common.trust.secret import FabricSecret
@@ -33,20 +35,24 @@ POLL_SECONDS = 0.01
 POLICY = '[[rules]]\nname = "{0}"\nphrases = ["{0}"]\n'
 
 
+def event(message: str) -> dict[str, Any]:
+    return {"event": message, "timestamp": 0}
+
+
 def test_a_log_line_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
     """With output redirected to a file on a full disk, each log call raised where it stood, in the middle of
     serving."""
     full = Path("/dev/full").open("w")  # noqa: SIM115  (what is left in its buffer makes closing it fail)
-    writer = LineWriter(full)
-    writer.warning("lost")
-    writer.error("lost, too")
-    writer.msg("outside of an event loop it is written at once")
+    writer = LineWriter(full, render_json, "router")
+    writer.warning(event("lost"))
+    writer.error(event("lost, too"))
+    writer.msg(event("outside of an event loop it is written at once"))
     with contextlib.suppress(OSError):
         full.close()
     kept = (tmp_path / "log").open("w")
-    LineWriter(kept).warning("kept")
+    LineWriter(kept, render_json, "router").warning(event("kept"))
     kept.close()
-    assert (tmp_path / "log").read_text() == "kept\n"
+    assert json.loads((tmp_path / "log").read_text())["event"] == "kept"
 
 
 async def test_a_policy_that_could_not_be_opened_is_read_when_it_can(tmp_path: Path) -> None:

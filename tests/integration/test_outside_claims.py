@@ -196,7 +196,7 @@ async def test_a_client_that_says_nothing_had_arrived_pays_unless_the_router_hun
     assert await num_generated(stub, wanted(20, resume_token=token)) == 20
     await world.until_recorded(1)
     if has_hung:
-        world.models.server._suspensions.note(0.0, 10.0)
+        world.models.server._records.suspensions.note(0.0, 10.0)
     await stub.Cancel(pb.CancelRequest(request_id="r", resume_token=token, num_received_tokens=3), metadata=BEARER)
     if has_hung:
         await world.until_recorded(2)

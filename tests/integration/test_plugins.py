@@ -1,4 +1,4 @@
-"""The examples of docs/plugins.md, installed as pip would, in real processes' code."""
+"""The examples of docs/how-to/plugins.md, installed as pip would, in real processes' code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_serve
 from kvloom_common.access.exposure import exposure_risk
 from kvloom_common.access.listener_tls import ListenerTls
 from kvloom_common.callers import configured_callers
-from kvloom_common.config import CallersConfig, ConfigError, EdgeConfig, KvloomConfig
+from kvloom_common.config import CallersConfig, ConfigError, KvloomConfig
 from kvloom_common.metrics.server import MetricsServer
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.events import ReasoningDelta, TextDelta
@@ -87,7 +87,7 @@ def test_the_placement_policy_is_simulated(tmp_path: Path, plugin_site: PluginSi
     arguments = ["--trace", str(trace), "--shards", "2", "--policy", "canary,ect", "--jobs", "1", "--json"]
     result = CliRunner().invoke(simulate_command, arguments)
     assert result.exit_code == 0, result.output
-    assert [row["policy"] for row in json.loads(result.stdout)] == ["canary", "ect", "bound"]
+    assert [row["policy"] for row in json.loads(result.stdout)] == ["canary", "ect", "pool", "bound"]
 
 
 RULE = """
@@ -354,7 +354,7 @@ async def test_a_provider_sees_the_client_s_certificate(
     callers = configured_callers(world.config)
     assert callers.verifier is not None
     model = ServedModel("tiny", world.tokenizer, 1_700_000_000, "fp_test")
-    edge = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {"tiny": model}, callers=callers))
+    edge = EdgeServer(Edge(KvloomConfig(), FakeRouterLink(), {"tiny": model}, callers=callers))
     address = await edge.listen("127.0.0.1", 0, ListenerTls(world.config.tls).http_context())
     try:
         async with following(callers.verifier):

@@ -1,4 +1,4 @@
-"""Receipts, from the HTTP request for one to the re-execution of the answer (docs/receipts.md)."""
+"""Receipts, from the HTTP request for one to the re-execution of the answer (docs/how-to/receipts.md)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ async def torch_world(
     engine: Engine = TorchEngine(shallow_dir, MODEL, config)
     configure = configured(tmp_path, model_checksum(shallow_dir), law=adapter_dir)
     async with embedding_world(router_redis_url, tokenizer, (engine, config), configure=configure) as started:
-        started.fabric.server.prices = lambda: Prices([PRICE, LAW_PRICE])
+        recorder = started.fabric.server.features.recorder
+        assert recorder is not None
+        assert recorder._receipts is not None
+        recorder._receipts._prices = lambda: Prices([PRICE, LAW_PRICE])
         catalogue = Catalogue([ServedModel(MODEL, tokenizer, 0, "fp_test")])
         catalogue.set_adapters(adapters_of(started.fabric.link.fleet))
         started.edge.models = catalogue.by_name
@@ -296,8 +299,8 @@ def changed(bundle: Bundle, **changes: Any) -> Bundle:
 
 @pytest.mark.timeout(360)
 async def test_some_of_many_are_computed_again(torch_world: EmbeddingWorld, shallow_dir: Path, tmp_path: Path) -> None:
-    """A sample finds whoever cheats now and then; the same seed takes the same sample. docs/receipts.md has the whole
-    measurement, 50 of 1,000."""
+    """A sample finds whoever cheats now and then; the same seed takes the same sample. docs/how-to/receipts.md has the
+    whole measurement, 50 of 1,000."""
     async with Client(torch_world.fabric.address) as client:
         many = [decode_bundle(receipt) async for receipt in collected(client, MODEL, 60, max_tokens=4, seed=1)]
     chosen = sorted(random.Random(3).sample(range(60), 8))

@@ -36,7 +36,7 @@ async def has_reflection(address: str) -> bool:
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_router(wanted: bool, redis_url: str) -> None:
     world = RouterWorld(redis_url)
-    world.config.router.reflection = wanted
+    world.config.fabric.reflection = wanted
     try:
         await world.start_router()
         assert await has_reflection(world.address) is wanted
@@ -46,14 +46,16 @@ async def test_router(wanted: bool, redis_url: str) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_shard(wanted: bool) -> None:
-    async with shard_world(sim_config(reflection=wanted)) as world:
+    config = sim_config()
+    config.fabric.reflection = wanted
+    async with shard_world(config) as world:
         assert await has_reflection(world.address) is wanted
 
 
 async def test_safety_service(tmp_path: Path) -> None:
     """Its own tests show that reflection is on by default."""
     config = tmp_path / "kvloom.json"
-    config.write_text(json.dumps({"safety": {"reflection": False}}))
+    config.write_text(json.dumps({"fabric": {"reflection": False}}))
     pipe = asyncio.subprocess.PIPE
     arguments = ("-m", "safety_svc", "--config", str(config), "--port", "0")
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=pipe)

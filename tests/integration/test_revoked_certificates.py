@@ -71,7 +71,7 @@ async def test_a_router_ends_the_streams_of_a_revoked_certificate(
     world: RouterWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the edge; a stream may last for weeks."""
-    monkeypatch.setattr("router.server.listener_tls", lambda config: ListenerTls(config, 0.05))
+    monkeypatch.setattr("router.assembly.listener_tls", lambda config: ListenerTls(config, 0.05))
     authority = Authority("mesh")
     old, new = authority.issue("worker"), authority.issue("worker")
     world.config.tls = listed(tmp_path, authority)

@@ -323,8 +323,9 @@ async def test_metrics_count_what_was_delivered(world: RouterWorld) -> None:
     assert world.metric("kvloom_router_requests_invalid_total", error_type="invalid_argument") == 1
     assert world.metric("kvloom_router_tokens_total", token_type="input", **model) == 3
     assert world.metric("kvloom_router_tokens_total", token_type="output", **model) == 12
-    assert world.metric("kvloom_router_request_duration_seconds_count", **model) == 1
-    assert world.metric("kvloom_router_time_to_first_token_seconds_count", **model) == 1
+    of_class = {**model, "priority_class": "interactive"}
+    assert world.metric("kvloom_router_request_duration_seconds_count", **of_class) == 1
+    assert world.metric("kvloom_router_time_to_first_token_seconds_count", **of_class) == 1
     assert world.metric("kvloom_router_shards_ready", model=MODEL) == 1
     assert world.metric("kvloom_router_requests_live") == 0
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from kvloom.v1 import generation_pb2
 from kvloom_common.config import KvloomConfig
+from router.core.rule_settings import HealthSettings
 from shard_server.engines.base import StepOutput
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
@@ -22,8 +23,7 @@ NUM_TOKENS = 400
 
 
 async def start(world: RouterWorld, num_shards: int = 3) -> list[FakeShard]:
-    world.config.router.health.stall_seconds = STALL_SECONDS
-    world.config.router.health.probe_seconds = 0.05
+    world.config.router.health = HealthSettings(stall_seconds=STALL_SECONDS, probe_seconds=0.05)
     shards = [await world.start_shard(f"shard-{i}", step_seconds=0.002) for i in range(num_shards)]
     await world.start_router()
     return shards
@@ -124,9 +124,9 @@ class HangingEngine(SimEngine):
 async def test_a_hung_engine_in_a_live_process_is_found_out(world: RouterWorld) -> None:
     """The shard's own event loop still runs: it answers cancels, takes submits and reports load. None of that counts as
     progress."""
-    world.config.router.health.stall_seconds = STALL_SECONDS
-    world.config.router.health.probe_seconds = 0.05
-    config = sim_config(step_ms=5.0, drain_timeout_seconds=0.1)
+    world.config.router.health = HealthSettings(stall_seconds=STALL_SECONDS, probe_seconds=0.05)
+    config = sim_config(step_ms=5.0)
+    config.fabric.drain_timeout_seconds = 0.1
     config.redis = world.config.redis
     engines = [HangingEngine(config) for _ in range(2)]
     async with contextlib.AsyncExitStack() as shards:

@@ -16,6 +16,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from router.rpc.limits import RpcSettings
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
 from tests.waiting import eventually
@@ -34,8 +35,7 @@ def request(text: str = "the fox", **fields: Any) -> pb.GenerateRequest:
 
 
 async def start(world: RouterWorld, **limits: int) -> FakeShard:
-    for name, limit in limits.items():
-        setattr(world.config.router, name, limit)
+    world.config.callers = RpcSettings(**limits)  # pyright: ignore[reportArgumentType]
     shard = await world.start_shard("shard-0", step_seconds=0.01)
     await world.start_router()
     await world.wait_for_shards(await world.connect(), 1)
@@ -65,16 +65,16 @@ async def refusal(call: Any) -> KvloomError:
 
 async def test_streams_of_one_caller_leave_room_for_others(world: RouterWorld) -> None:
     """5,000 streams of one caller took a third of all places, and four such callers all of them."""
-    await start(world, max_concurrent_requests_per_caller=3)
+    await start(world, max_concurrent_requests=3)
     stub = await world.stub()
     held = [await begin(stub, "one") for _ in range(3)]
     error = await refusal(stub.Generate(request(), metadata=caller("one")))
     assert error.reason == ErrorReason.ERROR_REASON_RATE_LIMITED
     assert error.retry_after_seconds > 0
-    assert "router.max_concurrent_requests_per_caller" in error.message
+    assert "callers.max_concurrent_requests" in error.message
     await begin(stub, "two")
     held[0].cancel()
-    limits = world.server._limits
+    limits = world.server._parts.limits
     await eventually(lambda: limits.num_open == 3, "the place of a cancelled stream")
     await begin(stub, "one")
 
@@ -91,9 +91,9 @@ async def test_connections_with_rpcs_of_one_address(world: RouterWorld) -> None:
         held = [await begin(stub, "one") for stub in stubs[:2]]
         error = await refusal(stubs[2].Generate(request(), metadata=caller("two")))
         assert error.reason == ErrorReason.ERROR_REASON_RATE_LIMITED
-        assert "router.max_connections_per_address" in error.message
+        assert "callers.max_connections_per_address" in error.message
         held[0].cancel()
-        limits = world.server._limits
+        limits = world.server._parts.limits
         await eventually(lambda: limits.num_open == 1, "the end of a cancelled stream")
         await begin(stubs[2], "two")
 
@@ -146,7 +146,7 @@ async def test_requests_that_do_not_arrive_give_way(world: RouterWorld) -> None:
     async with grpc.aio.insecure_channel(world.address, NEW_CONNECTION) as channel:
         method = channel.stream_stream("/kvloom.v1.RouterService/Generate")
         silent = [method(metadata=caller("attacker")) for _ in range(4)]
-        receipts = world.server._limits._receipts
+        receipts = world.server._parts.limits._receipts
         await eventually(lambda: receipts.num_receipts == 4, "four requests that do not arrive")
         await asyncio.sleep(0.3)  # sleep: the time in which small messages arrive
         stub = await world.stub()
@@ -158,7 +158,8 @@ async def test_requests_that_do_not_arrive_give_way(world: RouterWorld) -> None:
 
 async def test_a_router_that_is_short_of_memory(world: RouterWorld) -> None:
     """It refuses large prompts, then all, and continues what runs."""
-    await start(world, max_prompt_tokens=200_000)
+    world.config.router.max_prompt_tokens = 200_000
+    await start(world)
     stub, link = await world.stub(), await world.connect()
     running = await begin(stub, "one")
     world.server._on_memory_level(MemoryLevel.HIGH)

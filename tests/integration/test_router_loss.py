@@ -147,7 +147,7 @@ async def test_a_router_is_stopped_under_load(
     world: RouterProcesses, known: Known, drain_timeout_seconds: float
 ) -> None:
     """On SIGTERM, with and without time to finish its answers, a router ends cleanly and no answer is affected."""
-    world.config.router.drain_timeout_seconds = drain_timeout_seconds
+    world.config.fabric.drain_timeout_seconds = drain_timeout_seconds
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
     asked, expected = await undisturbed(link, known)

@@ -289,7 +289,7 @@ async def test_cancel_ends_it_without_grace(world: RouterWorld) -> None:
 
 async def test_a_router_that_stops_ends_what_it_keeps(world: RouterWorld) -> None:
     """Draining waits for answers; those that are left then end with a reason, not with a broken connection."""
-    world.config.router.drain_timeout_seconds = 0.2
+    world.config.fabric.drain_timeout_seconds = 0.2
     await start(world)
     attended, left = Stream(world, max_tokens=4000), Stream(world, max_tokens=4000, request_id="left")
     for stream in (attended, left):

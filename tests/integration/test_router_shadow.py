@@ -21,7 +21,7 @@ from kvloom_common.config import ShadowConfig
 from kvloom_common.discovery.records import RolloutRecord
 from kvloom_common.models.likelihood_gap import GapSums
 from kvloom_common.text.tokenizer import ModelTokenizer
-from router.shadow.sampling import is_sampled
+from router.features.shadow.sampling import is_sampled
 from shard_server.engines.sim_sequence import CHOSEN_LOGPROB
 from tests.fakes.router_world import Answer, link_request
 from tests.fakes.shadow_world import CANDIDATE, MODEL, PAIR, ShadowWorld, shadow_world
@@ -197,7 +197,7 @@ async def test_what_cannot_be_compared_is_skipped_with_a_reason(shadowed: Shadow
     link.cancel(handle)
     await eventually(lambda: shadowed.skipped("unfinished"), "the skip of a cancelled answer")
     assert shadowed.sums.num_answers == 0
-    assert shadowed.server.shadows.num_in_flight == 0
+    assert shadowed.server.features.shadows.num_in_flight == 0
 
 
 async def test_models_with_other_tokens_are_not_scored(router_redis_url: str) -> None:
@@ -219,7 +219,7 @@ async def test_what_waits_for_a_busy_candidate_is_bounded(shadowed: ShadowWorld)
     for number in range(5):
         await ask(shadowed, link, number)
     assert shadowed.skipped("queue_full") == 3
-    assert shadowed.server.shadows.num_in_flight == 0
+    assert shadowed.server.features.shadows.num_in_flight == 0
     for handle in handles:
         link.cancel(handle)
     await eventually(lambda: shadowed.sums.num_answers == 2, "the scores of those that waited")
@@ -230,7 +230,7 @@ async def test_work_for_a_candidate_is_given_up_when_clients_wait(shadowed: Shad
     link = await serve(shadowed, MODEL, CANDIDATE, max_batch=1)
     shadowed.shadow(mode="generate")
     await ask(shadowed, link, max_tokens=1000)
-    await eventually(lambda: shadowed.server.shadows.num_in_flight, "a request at the candidate")
+    await eventually(lambda: shadowed.server.features.shadows.num_in_flight, "a request at the candidate")
     users = [Answer() for _ in range(3)]
     for user in users:
         link.submit(link_request(PROMPT, NUM_TOKENS, model=CANDIDATE), user)
@@ -262,7 +262,7 @@ async def test_shadows_end_in_the_middle_of_answers(shadowed: ShadowWorld) -> No
     answer = Answer()
     link.submit(link_request(PROMPT, 200, model=MODEL), answer)
     await eventually(lambda: answer.token_ids[0], "the first token")
-    shadowed.server.shadows.set_shadows(())
+    shadowed.server.features.shadows.set_shadows(())
     await eventually(lambda: answer.done, "the answer's end")
     assert answer.logprobs == [[]]
     await ask(shadowed, link)
@@ -272,7 +272,7 @@ async def test_shadows_end_in_the_middle_of_answers(shadowed: ShadowWorld) -> No
 async def test_a_rollout_has_its_new_version_score_answers(shadowed: ShadowWorld) -> None:
     """So it can be taken back for what it would answer; shadows of the configuration stay as they are."""
     link = await serve(shadowed, MODEL, CANDIDATE)
-    shadows = shadowed.server.shadows
+    shadows = shadowed.server.features.shadows
     shadows.configure([ShadowConfig(model=CANDIDATE, candidate=MODEL)])
     record = RolloutRecord(MODEL, (MODEL,), MODEL, CANDIDATE, 0.0, "supervisor", "i", scored_share=1.0)
     shadows.follow_rollouts([record])
@@ -314,5 +314,5 @@ async def test_the_result_cache_serves_answers_that_are_sampled(with_words: Shad
     assert (use_of(first), use_of(second)) == (RESULT_CACHE_USE_MISS, RESULT_CACHE_USE_HIT)
     assert (second.token_ids, second.texts, second.logprobs) == (first.token_ids, first.texts, first.logprobs)
     await eventually(lambda: world.sums.num_answers == 1, "the score")
-    world.server.shadows.set_shadows(())
+    world.server.features.shadows.set_shadows(())
     assert use_of(await ask(world, link, sampling=greedy)) == RESULT_CACHE_USE_HIT, "shadows are in no key"

@@ -381,7 +381,7 @@ async def test_an_edge_in_the_routers_process_knows_the_same_tenants(tenants: Te
     """Both use one table, and what the edge has checked reaches the router's cache under the same name."""
     link = tenants.server.local_link("edge-0")
     await link.start()
-    edge = Edge(world.config.edge, link, {MODEL: tiny_model(MODEL)}, callers=tenants.server.callers)
+    edge = Edge(world.config, link, {MODEL: tiny_model(MODEL)}, callers=tenants.server.callers)
     http = EdgeServer(edge)
     url = f"http://{await http.listen('127.0.0.1', 0)}/v1/completions"
     try:

@@ -286,7 +286,7 @@ async def test_skipped_text_counts_and_keeps_word_boundaries(rig: Rig):
         list(screen.policy.answer_prefilter.beginnings),
         list(screen.policy.answer_prefilter.folded_beginnings),
     ) == (
-        ["AKIA"],
+        ["AKIA", "\\"],
         ["laun"],
     )
     cleared_texts = [ClearedText(slot=1, num_chars=5, last_char="x"), ClearedText(slot=2, num_chars=5, last_char=" ")]

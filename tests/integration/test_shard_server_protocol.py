@@ -210,7 +210,8 @@ async def test_stopping_finishes_what_runs_and_ends_the_streams_in_good_order() 
 async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
     """A long answer never delays a stop: it is returned with a reason for which routers resume it elsewhere, before the
     stream ends cleanly."""
-    config = sim_config(drain_timeout_seconds=0.1)
+    config = sim_config()
+    config.fabric.drain_timeout_seconds = 0.1
     async with shard_world(config) as world:
         router = await world.router()
         await router.submit(1, PROMPT, max_tokens=8000)
@@ -227,7 +228,9 @@ async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
 
 async def test_a_drain_with_a_deadline_asks_routers_to_move_what_runs() -> None:
     """The shard cannot know whether another one has room: it asks, and continues until its router has decided."""
-    async with shard_world(sim_config(drain_timeout_seconds=0.1)) as world:
+    config = sim_config()
+    config.fabric.drain_timeout_seconds = 0.1
+    async with shard_world(config) as world:
         router = await world.router()
         await router.submit(1, PROMPT, max_tokens=8000)
         await router.read_until(lambda: 1 in router.tokens)

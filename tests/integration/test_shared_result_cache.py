@@ -11,7 +11,7 @@ import pytest
 
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret
-from router.result_cache.shared import SharedResultCache
+from router.features.result_cache.shared import SharedResultCache
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)

@@ -63,10 +63,12 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
         no_change,
         lambda: log_paths(tmp_path, "a-"),
         reload=no_change,
+        preview_reload=no_change,
         sleep_model=no_change,
         wake_model=no_change,
         rollouts=NoRollouts(),
         adapters=NoAdapters(),
+        drain_shard=no_change,
     )
     trust = SharedSecret(SECRET, ("supervisor",), "a-kvloom")
     async with asyncio.timeout(30), serving(servicer, run_dir, trust, "127.0.0.1") as address:

@@ -10,14 +10,14 @@ from tests.conftest import REPOSITORY
 TIMEOUT_SECONDS = 60.0
 SCRIPT = """
 import asyncio, sys
-from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.tensorrt_llm import engine
+from shard_server.engines.tensorrt_llm.health import WatchSettings
 from tests.conformance.engine_driver import prompt_of, request_of
 from tests.fakes.tensorrt_llm_engine import running_tensorrt_llm
 
 async def main(where):
     engine.SHUTDOWN_SECONDS = 0.2
-    config = TensorRtLlmConfig(loop_timeout_seconds=1.0)
+    config = WatchSettings(loop_timeout_seconds=1.0)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         await driver.run(request_of("a", prompt_of(1, 10), 5))
         fake.llm.hangs_in = where

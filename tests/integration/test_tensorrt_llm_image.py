@@ -88,17 +88,27 @@ def test_the_image_runs_unprivileged_and_copies_only_existing_files():
     """A mistake would show only after minutes of building, and root in a container is root for the GPU's driver."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     user = lines.index("USER kvloom")
-    entry = next(index for index, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
-    assert user < entry
+    command = next(index for index, line in enumerate(lines) if line.startswith("CMD ["))
+    assert user < command
     for line in lines:
         words = line.split()
         if words and words[0] == "COPY" and not words[1].startswith("--from"):
             assert all((REPOSITORY / source).exists() for source in words[1:-1]), line
 
 
+def test_the_image_keeps_nvidias_entry_point():
+    """It sets up CUDA's forward compatibility: without it the container fails on older drivers."""
+    assert "ENTRYPOINT" not in (DEPLOY / "Dockerfile").read_text()
+    page = (REPOSITORY / "docs" / "how-to" / "tensorrt-llm.md").read_text()
+    assert "--entrypoint" not in page, "the doctor must run behind it, too"
+
+
 GRPC_LISTS = {
     "older than the stubs' generator": ("grpcio==1.62.1\nprotobuf==4.24.4\nclick==8.1.7", "1.62.1"),
-    "newer": ("grpcio==1.71.2\nprotobuf==5.29.5\ntorch==2.9.0a0+145a3a7bda.nv25.10", "1.62.3"),
+    "newer": (
+        "grpcio==1.71.2\nprotobuf==5.29.5\ngoogleapis-common-protos==1.70.0\ntorch==2.9.0a0+145a3a7bda.nv25.10",
+        "1.62.3",
+    ),
     "none": ("numpy==1.26.4\n-e /opt/pytorch\nfoo @ file:///x", "1.62.3"),
 }
 """What `pip freeze` may print in images of NVIDIA, and the version of gRPC's companions that fits."""

@@ -14,8 +14,7 @@ import structlog
 from click.testing import CliRunner
 
 from kvloom_common.config import KvloomConfig
-from shard_server.engines.tensorrt_llm.versions import NEWEST
-from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import NEWEST, RELEASE_1_2, LibraryRelease, Variant, installed_tensorrt_llm
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.word_tokenizer import word_tokenizer
 from tools.doctor.checks import CHECKS, EMBEDDINGS
@@ -84,6 +83,28 @@ def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("release", [RELEASE_1_2, NEWEST], ids=["1.2.1", "newest"])
+async def test_what_ended_engines_before_is_asked_for(model_dir: Path, tmp_path: Path, release: LibraryRelease):
+    """A hand-off, an adapter that does not exist, log-probabilities beside speculation, a cancel in the queue."""
+    config = KvloomConfig()
+    config.shard.engine, config.shard.role, config.shard.max_batch = "tensorrt_llm", "prefill", 8
+    config.shard.tensorrt_llm.options = {
+        "cache_transceiver_config": {"backend": "NIXL"},
+        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 2, "speculative_model": str(tmp_path)},
+        "lora_config": {"lora_target_modules": ["attn_q"]},
+    }
+    config.model.path = str(model_dir)
+    with installed_tensorrt_llm(Variant(release=release)):
+        results = await examine(config, lambda _: None)
+    found = {result.name: result for result in results}
+    assert [result for result in results if result.outcome == "failed"] == []
+    assert "bytes" in found["hand-off"].detail
+    assert "no such directory" in found["unknown adapter"].detail
+    assert "has no logprobs" in found["sampled logprobs"].detail
+    assert "behind 8 others" in found["cancel in the queue"].detail
+
+
+@pytest.mark.usefixtures("gpu")
 def test_the_report_is_a_table_that_can_be_sent(model_dir: Path):
     """Nobody here has the library: what a user's machine shows is how its differences become known."""
     with installed_tensorrt_llm():
@@ -142,7 +163,7 @@ def test_an_engine_that_cannot_start_is_reported_in_one_line(model_dir: Path):
 @pytest.mark.parametrize(
     ("variant", "seen"),
     [
-        (Variant(release=dataclasses.replace(NEWEST, name="2.7.0")), "2.7.0, used by what it has, else like 1.3.0"),
+        (Variant(release=dataclasses.replace(NEWEST, name="2.7.0")), "2.7.0, used by what it has, else like 1.4.0rc4"),
         (Variant(is_stub=True), "the index's stub"),
         (None, "cannot be imported"),
     ],
@@ -157,7 +178,7 @@ def test_the_table_is_there_whatever_is_installed(
             monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     checks = {check["name"]: check for check in report["checks"]}
-    assert checks["release"]["expected"] == "1.2.1 or 1.3.0"
+    assert checks["release"]["expected"] == "1.2.1 or 1.4.0rc4"
     assert seen in checks["release"]["detail"]
     is_there = variant is not None and not variant.is_stub
     assert (status == 0) == is_there
@@ -188,7 +209,7 @@ async def test_an_engine_that_dies_under_examination_ends_it(model_dir: Path):
         results = await examine(config, report)
     failed = next(result for result in results if result.name == "stop token")
     assert failed.outcome == "failed"
-    assert "device-side assert" in failed.detail
+    assert "shutting down" in failed.detail
     assert [result.name for result in results[-2:]] == ["stop token", "close"]
 
 

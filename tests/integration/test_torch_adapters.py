@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.train_adapter import ANSWER, QUESTIONS, TrainingPlan, train, write
 from shard_server.engines.base import EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import read_adapter
@@ -23,7 +24,6 @@ from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.step_bench import Answer, StepBench, same
 from tools.models.shallow import write_shallow_model
-from tools.models.train_adapter import ANSWER, QUESTIONS, TrainingPlan, train, write
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8
@@ -176,7 +176,7 @@ def test_speculation_and_chunks_change_no_bit_of_an_answer(
     adapter, *others = bench.adapters[number:] + bench.adapters[:number]
     alone = answer_of(bench.runner, adapter)
     assert len(alone.logprobs) == PROMPT_LENGTH - 1 + 40
-    speculation = SpeculationConfig(max_draft_tokens=4, max_ngram=1)
+    speculation = SpeculationConfig(max_draft_tokens=4)
     assert same(answer_of(bench.runner, adapter, *others, speculation=speculation, budget=23), alone)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModel
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.torch_engine.encoder.runner import EncoderRunner
 from shard_server.engines.torch_engine.engine import TorchEngine
+from tests.fakes.kernel_threads import family_params
 from tests.fakes.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
@@ -35,7 +37,7 @@ def texts_of(vocab_size: int, *sizes: int) -> list[list[int]]:
     ("changes", "prefix"),
     [
         ({}, ""),
-        ({"num_attention_heads": 2, "layer_norm_eps": 1e-5}, "bert."),
+        ({"num_attention_heads": 4, "layer_norm_eps": 1e-5}, "bert."),
         ({"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": 1, "type_vocab_size": 1}, ""),
         (
             {
@@ -54,15 +56,46 @@ def test_every_family_computes_what_transformers_computes(tmp_path: Path, change
     model_dir = write_tiny_bert(tmp_path, prefix=prefix, **changes)
     texts = texts_of(320, 70, 1, 33, 200)
     reference = AutoModel.from_pretrained(model_dir, dtype=torch.float32, add_pooling_layer=False).eval()
-    for text, states in zip(texts, runner_of(model_dir).run(texts), strict=True):
+    for text, states in zip(texts, runner_of(model_dir, dtype="float32").run(texts), strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([text])).last_hidden_state[0]
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+@pytest.mark.parametrize("kernels", family_params())
+def test_compiled_kernels_compute_what_transformers_computes(tmp_path: Path, kernels: str, weights: str) -> None:
+    """A token must see all of its text, behind it as well, and nothing of its neighbours, whatever fills the batch;
+    texts are shorter and longer than what attention takes at a time, and than the memory of the step before."""
+    model_dir = write_tiny_bert(tmp_path)
+    runner = runner_of(model_dir, kernels=kernels, weights=weights)
+    exact = runner_of(model_dir, dtype="float32")
+    for texts in (texts_of(320, 3), texts_of(320, 70, 1, 33, 200, 16, 129, 300)):
+        for text, states in zip(exact.run(texts), runner.run(texts), strict=True):
+            similarities = torch.nn.functional.cosine_similarity(text, states, dim=1)
+            assert similarities.min() > 0.999
+    assert runner.batch_invariant
+    assert weights.replace("dtype", "bfloat16") in runner.variant
+
+
+def test_vectors_of_real_texts_are_those_of_float32(encoder_dir: Path) -> None:
+    """What users compare: the built-in encoder's vectors, with 8-bit weights, the coarsest that the default takes."""
+    tokenizer = Tokenizer.from_file(str(encoder_dir / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    texts = [
+        tokenizer.encode(text).ids[:256] for text in (json.__doc__, pytest.__doc__, torch.nn.Linear.__doc__) if text
+    ]
+    exact = runner_of(encoder_dir, dtype="float32").run(texts)
+    for weights in ("dtype", "int8"):
+        for of_text, states in zip(exact, runner_of(encoder_dir, weights=weights).run(texts), strict=True):
+            assert torch.nn.functional.cosine_similarity(of_text.mean(0), states.mean(0), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("fields", [{"kernels": "torch"}, {"weights": "dtype"}, {"weights": "int8"}])
+def test_bits_do_not_depend_on_the_batch(tmp_path: Path, fields: dict[str, Any]) -> None:
     """The same text must have the same vector tomorrow, whatever else is embedded then."""
-    runner = runner_of(write_tiny_bert(tmp_path))
+    runner = runner_of(write_tiny_bert(tmp_path), **fields)
     if not runner.batch_invariant:
         pytest.skip("this machine's products depend on the number of rows")
     texts = texts_of(320, 5, 90, 31, 2, 250, 64)
@@ -114,8 +147,12 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
 def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     """They would be without effect."""
     model_dir = write_tiny_bert(tmp_path)
-    for fields in ({"weights": "int8"}, {"kernels": "avx2"}):
+    for weights in ("packed", "int4"):
         with pytest.raises(EngineError, match="not supported for encoders"):
-            runner_of(model_dir, **fields)
+            runner_of(model_dir, weights=weights)
+    with pytest.raises(EngineError, match="int8 weights need compiled kernels"):
+        runner_of(model_dir, weights="int8", kernels="torch")
+    with pytest.raises(EngineError, match="'generic' cannot run here"):
+        runner_of(model_dir, kernels="generic", dtype="float32")
     with pytest.raises(EngineError, match="max_model_len is 301"):
         runner_of(model_dir, max_model_len=301)

@@ -141,7 +141,7 @@ def test_answers_are_the_same_alone_together_preempted_and_resumed(
 def test_no_tokens_are_drafted_for_a_request_that_leaves_them_out(
     runner: ModelRunner, compiler: GuideCompiler, requests: list[EngineRequest]
 ) -> None:
-    """In a brownout drafts would take rows of a step from others (docs/brownout.md)."""
+    """In a brownout drafts would take rows of a step from others (docs/operate/brownout.md)."""
     degraded = [dataclasses.replace(requests[0], no_speculation=True, max_tokens=40)]
     _, bench = run(runner, compiler, degraded, SpeculationConfig(max_draft_tokens=8))
     assert bench.loop._load().num_draft_tokens == 0

@@ -16,7 +16,6 @@ import redis.asyncio.retry
 import redis.backoff
 from prometheus_client import CollectorRegistry
 
-from control.database.database import Database
 from control.usage.consumer import UsageConsumer
 from control.usage.leases import change_leases
 from control.usage.ledger import forget_records
@@ -24,6 +23,7 @@ from control.usage.metrics import UsageMetrics
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BudgetChange, BudgetName
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from kvloom_common.config import ControlConfig, KvloomConfig, RedisConfig
+from kvloom_common.database.database import Database
 from kvloom_common.discovery.redis_client import redis_client
 from kvloom_common.tenancy.prices import Price, Prices
 from kvloom_common.tenancy.usage_stream import UsageStream

@@ -4,6 +4,7 @@ shards of two models."""
 from __future__ import annotations
 
 import asyncio
+import math
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ async def test_a_repeated_request_is_metered_once(router_redis_url: str, tmp_pat
     async with metered(router_redis_url, tmp_path, "the quick fox ") as world:
         key: dict[str, Any] = {"headers": {"Idempotency-Key": "k"}}
         running = asyncio.create_task(world.ask(stream=stream, **key))
-        await eventually(lambda: world.models.server._progress(0.0), "the request")
+        await eventually(lambda: world.models.server._core.progress(math.inf, 0.0), "the request")
         meanwhile, _ = await world.ask(stream=stream, **key)
         await asyncio.gather(running, return_exceptions=True)  # of a stream, the later connection gets the rest
         later, _ = await world.ask(stream=stream, **key)

@@ -1,4 +1,4 @@
-"""The table of docs/security.md that says who may do what, walked over an edge and a real control service."""
+"""The table of docs/reference/permissions.md (who may do what), walked over an edge and a real control service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fakes.control_world import ControlWorld, Pb, control_world, entries_o
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.tenants import identities_of
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "permissions.md"
 SERVICES: Final = (
     control_service_pb2.DESCRIPTOR.services_by_name["ControlService"],
     directory_service_pb2.DESCRIPTOR.services_by_name["DirectoryService"],

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
-from control.database.database import Database, open_database
 from control.database.migrate import migrate
 from control.database.schema import changes, table_state
-from control.database.url import with_driver
 from control.directory.actor import Actor
 from control.directory.methods import READS, WRITES
 from control.directory.quotas import Quotas
@@ -26,6 +24,8 @@ from control.replication.versions import Versions
 from kvloom.errors import KvloomError
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits, Price
+from kvloom_common.database.database import Database, open_database
+from kvloom_common.database.url import with_driver
 from kvloom_common.tenancy.table import TenantTable
 from tests.examples import num_examples
 

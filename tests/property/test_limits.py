@@ -125,7 +125,8 @@ def test_routers_together_admit_what_one_bucket_would(limit: int, bursts: list[t
 def test_without_redis_the_limit_is_exceeded_by_no_more_than_is_said(
     limit: int, bursts: list[tuple[int, int, float, bool]]
 ):
-    """docs/tenancy.md: at most the limit once more, however often Redis comes and goes, and one request a router."""
+    """docs/operate/limits.md: at most the limit once more, however often Redis comes and goes, and one request a
+    router."""
     world = Routers(Limits(requests_per_minute=limit))
     for router, count, seconds, fails in bursts:
         for _ in range(count):

@@ -150,7 +150,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
             assert 0.0 <= view.queue_seconds(self.now) <= view.queue_seconds(0.0)
             assert view.memory_wait_seconds(10, self.now) <= view.memory_wait_seconds(500, self.now)
             assert view.memory_pressure_seconds(10, self.now) >= 0.0
-            assert view.decode_delay_seconds(1000, 100) >= 0.0
+            assert view.decode_delay_seconds(1000, 100, 0.0) >= 0.0
 
 
 TestLoadLedger = LoadLedgerMachine.TestCase

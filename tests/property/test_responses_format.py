@@ -4,7 +4,7 @@ same events."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import given
@@ -15,6 +15,7 @@ from edge_http.formatting.collected_choice import CollectedChoice, PartKind
 from edge_http.formatting.response_formatter import ChoiceFinish, Envelope
 from edge_http.formatting.usage import Usage
 from edge_http.openai.responses.formatter import ResponsesFormatter
+from edge_http.openai.responses.steady_formatter import MAX_CHARS, RUN, SteadyFormatter
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom_common.parsers.output_parser import make_parser
 from kvloom_common.parsers.spec import ParserSpec
@@ -42,8 +43,14 @@ def split(data: st.DataObject, text: str) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def stream(pieces: Sequence[str], reason: str) -> list[bytes]:
-    made, output = formatter(), parsed()
+def steady() -> ResponsesFormatter:
+    run = {"id": "resp_2", "created_at": 7, "seed": 1}
+    envelope = Envelope("resp_1", "tiny", "fp", 1, created=1)
+    return SteadyFormatter(envelope, model_tokenizer(), {"echo": b'{"store":true}', RUN: run})
+
+
+def stream(pieces: Sequence[str], reason: str, make: Callable[[], ResponsesFormatter] = formatter) -> list[bytes]:
+    made, output = make(), parsed()
     events = [*made.opening(0, 0)]
     for piece in pieces:
         events += made.output(0, output.feed(piece, 1))
@@ -122,3 +129,22 @@ def test_a_continued_stream_has_the_same_events(text: str, reason: str, data: st
     expected = stream(pieces, reason)
     assert events[:-1] == expected[:-1]
     assert final(events) == final(expected)
+
+
+@given(TEXTS, REASONS, st.data())
+def test_a_background_response_has_the_same_events_however_it_was_split(
+    text: str, reason: str, data: st.DataObject
+) -> None:
+    """It may be generated more than once, by engines whose tokens come in other portions, and its readers compare."""
+    events = stream(split(data, text), reason, steady)
+    again = stream(split(data, text), reason, steady)
+    assert events[:-1] == again[:-1]
+    assert final(events) == final(again)
+    plain = final(stream([text], reason))
+    shown = [{**item, "id": ""} for item in final(events)["output"]]
+    assert [{**item, "call_id": ""} for item in shown] == [
+        {**item, "id": "", "call_id": ""} for item in plain["output"]
+    ]
+    assert (final(events)["id"], final(events)["created_at"]) == ("resp_2", 7)
+    deltas = [data_of(event)["delta"] for event in events if b".delta\n" in event]
+    assert all(0 < len(delta) <= MAX_CHARS for delta in deltas)

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, kv_event_pb2, safety_service_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
-from kvloom_common.config import OverloadConfig
 from router import convert
 from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
-from router.core.core_config import NO_RAMP
+from router.core.rule_settings import NO_RAMP, OverloadSettings
 from tests.examples import num_examples
 
 NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", num_examples(60)))
@@ -205,7 +204,7 @@ CONFIGS = st.builds(
     max_uncleared_tokens=st.integers(1, 4),
     decision_sample_share=st.just(1.0),
     overload=st.builds(
-        OverloadConfig,
+        OverloadSettings,
         sheds_load_early=st.booleans(),
         outage_patience_seconds=st.sampled_from([0.0, 0.5]),
         ramp_start_requests=st.sampled_from([NO_RAMP, 1, 4]),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvloom.v1.safety_service_pb2 import PolicyState, ScreenResponse
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.folding import fold
+from safety_svc.look_alikes import fold_look_alikes
 from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
 from safety_svc.prefilter import MAX_BEGINNINGS, answer_prefilter
 from safety_svc.screen import AnswerScreener
@@ -20,8 +21,9 @@ from tests.examples import num_examples
 
 RULE = Rule("rule", "No.")
 SLOT = 7
-CHARACTERS = [*"aAbBcé \n\x1c\u200b\u0301ß\x00ﬁfi-", "  "]
-texts = st.lists(st.sampled_from([*CHARACTERS, "abc", "a b", "xyz"]), max_size=14).map("".join)
+CHARACTERS = [*"aAbBcé \n\x1c\u200b\u0301ß\x00ﬁfi-1lmnrа", "  "]
+ESCAPED = ["\\", "n", "\\n", "\\u0061", "\\u00", "\\ud83d", "\\udc00"]
+texts = st.lists(st.sampled_from([*CHARACTERS, *ESCAPED, "abc", "a b", "xyz"]), max_size=14).map("".join)
 words = st.lists(st.sampled_from(CHARACTERS), min_size=1, max_size=6).map("".join)
 prefixes = st.lists(st.sampled_from("aAb-é"), min_size=1, max_size=3).map("".join)
 anchors = st.sampled_from(["", r"\b", "(?m)^"])
@@ -30,11 +32,12 @@ deltas_of = st.lists(texts.filter(bool) | st.sampled_from("aAbB -"), max_size=10
 
 @st.composite
 def rule_sets(draw: st.DrawFn) -> RuleSet:
-    phrases = [
-        Phrase(RULE, folded, draw(st.booleans()))
-        for text in draw(st.lists(words, max_size=4))
-        if (folded := fold(text)[0].strip())
-    ]
+    phrases: list[Phrase] = []
+    for text in draw(st.lists(words, max_size=4)):
+        is_look_alike = draw(st.booleans())
+        folded = (fold_look_alikes if is_look_alike else fold)(text)[0].strip()
+        if folded:
+            phrases.append(Phrase(RULE, folded, draw(st.booleans()), is_look_alike=is_look_alike))
     patterns = [
         Pattern(RULE, re2.compile(f"{draw(anchors)}{prefix}[bc]{{1,2}}"), (prefix,), 6)
         for prefix in draw(st.lists(prefixes, max_size=2))
@@ -118,6 +121,10 @@ def screen_fully(rules: RuleSet, deltas: list[str]) -> tuple[list[int], int, boo
 @example(RuleSet([Phrase(RULE, "a b", True)], []), ["xa", "  ", "b"])
 @example(RuleSet([Phrase(RULE, "ab", True)], []), ["x", "ab", " "])
 @example(RuleSet([Phrase(RULE, "fi", False)], []), ["x", "ﬁ"])
+@example(RuleSet([Phrase(RULE, "a b", True)], []), ["a", "\\", "nb"])
+@example(RuleSet([Phrase(RULE, "ab", True)], []), ["x\\", "n", "ab", " "])
+@example(RuleSet([Phrase(RULE, "lb", True, is_look_alike=True)], []), ["x ", "1", "b", " "])
+@example(RuleSet([Phrase(RULE, "na", False, is_look_alike=True)], []), ["x", "m", "a"])
 def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet, deltas: list[str]):
     """After every delta the same characters are clear, and the same answers are halted at the same place."""
     assert screen(rules, deltas, []) == screen_fully(rules, deltas)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safety_svc.folding import fold, is_word
+from safety_svc.look_alikes import fold_look_alikes
 from safety_svc.policy import RuleSet, load_policy
 from safety_svc.screen import AnswerScreener, check_prompt
 from tests.examples import num_examples
@@ -23,6 +26,11 @@ phrases = ["aß", "a b", "ab", "é"]
 name = "parts"
 phrases = ["bba", "ab!ab", "k k"]
 whole_words = false
+
+[[rules]]
+name = "looks"
+phrases = ["la b", "rnk"]
+confusables = true
 
 [[rules]]
 name = "anywhere"
@@ -43,9 +51,26 @@ WORDS = [
     ("bba", False),
     ("ab!ab", False),
     ("k k", False),
+    ("la b", True),
+    ("rnk", True),
 ]
+LOOK_ALIKES = [("la b", True), ("rnk", True)]
 
-FRAGMENTS = [*"abAB! k3é\u0301ß\u200b\n", "3ka", "k33!", "k3333", "ab!a", "b3", "a  b", "aS"]
+FRAGMENTS = [
+    *"abAB! k3é\u0301ß\u200b\n1lImа\\nu0",
+    "\\n",
+    "\\u0061",
+    "\\u0020",
+    "\\ud83d",
+    "\\ude00",
+    "3ka",
+    "k33!",
+    "k3333",
+    "ab!a",
+    "b3",
+    "a  b",
+    "aS",
+]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 cuts = st.lists(st.integers(0, 40), max_size=30)
 
@@ -59,8 +84,33 @@ def rules(tmp_path_factory) -> RuleSet:
 def first_forbidden(rules: RuleSet, text: str) -> int | None:
     """Return where the first forbidden passage of the whole text begins, by a naive search."""
     starts = [match.start() for p in rules.patterns if (match := p.expression.search(text)) is not None]
-    folded, offsets = fold(text)
-    for phrase, whole in WORDS:
+    for read, read_offsets in ((text, range(len(text))), as_json(text)):
+        for words, fold_as in ((WORDS, fold), (LOOK_ALIKES, fold_look_alikes)):
+            folded, offsets = fold_as(read)
+            starts += [read_offsets[offsets[start]] for start in phrase_starts(words, folded)]
+    return min(starts, default=None)
+
+
+def as_json(text: str) -> tuple[str, list[int]]:
+    """Return what JSON reads in its strings, character by character, and where each of the characters is written."""
+    read, offsets, position = "", list[int](), 0
+    while position < len(text):
+        match = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u[0-9a-fA-F]{4}|\\[\"\\/bfnrt]|.", re.DOTALL).match(
+            text, position
+        )
+        assert match is not None
+        try:
+            character = json.loads(f'"{match[0]}"') if match[0].startswith("\\") else match[0]
+        except ValueError:
+            character = match[0]
+        read, position = read + character, match.end()
+        offsets += [match.start()] * len(character)
+    return read, offsets
+
+
+def phrase_starts(words: list[tuple[str, bool]], folded: str) -> list[int]:
+    starts: list[int] = []
+    for phrase, whole in words:
         for start in range(len(folded)):
             end = start + len(phrase)
             if not folded.startswith(phrase, start):
@@ -68,8 +118,8 @@ def first_forbidden(rules: RuleSet, text: str) -> int | None:
             inside = start > 0 and is_word(folded[start - 1]) and is_word(folded[start])
             inside |= end < len(folded) and is_word(folded[end]) and is_word(folded[end - 1])
             if not (whole and inside):
-                starts.append(offsets[start])
-    return min(starts, default=None)
+                starts.append(start)
+    return starts
 
 
 def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:

@@ -11,9 +11,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_server.engines.torch_engine.grouped_weight import plain
 from shard_server.engines.torch_engine.operators.int8_linear import quantise_rows, split_digits
 from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, row_granularity
-from tests.fakes.kernel_threads import family_params, float32_family_names, float32_family_params, new_thread_pool
+from tests.fakes.grouped_weights import GROUPED, random_grouped
+from tests.fakes.kernel_threads import (
+    family_params,
+    float32_family_names,
+    float32_family_params,
+    new_thread_pool,
+    runnable_family_names,
+)
 
 packed_linear = pytest.importorskip("shard_server.engines.torch_engine.kernels.packed_linear")
 
@@ -27,6 +35,15 @@ def _same_threads_afterwards() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def new_linear(
+    family: str, weights: str, num_columns: int, depth: int, num_threads: int = 1, bias: torch.Tensor | None = None
+) -> Linear:
+    """`weights`: how random ones are packed, or the form of grouped ones."""
+    if weights in GROUPED:
+        return makes_linears(family, num_threads).linear(random_grouped(weights, num_columns, depth, 1), bias)
+    return makes_linears(family, num_threads, weights).linear(random_bf16(num_columns, depth, seed=1), bias)
 
 
 def makes_linears(family: str, num_threads: int = 1, weights: str = "PackedBf16") -> MakesLinears:
@@ -83,7 +100,7 @@ def test_gate_and_up_are_multiplied_column_by_column(
 @pytest.mark.parametrize("family", family_params())
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["PackedBf16", "PackedInt8"]),
+    st.sampled_from(["PackedBf16", "PackedInt8", *GROUPED]),
     depths,
     columns,
     st.integers(2, 200),
@@ -93,11 +110,10 @@ def test_a_row_has_the_same_bits_wherever_it_is(
     family: str, weights: str, depth: int, num_columns: int, num_rows: int, chooser: random.Random
 ):
     """Alone, in any part of any batch, at any place, on one thread or two: failover rests on it."""
-    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
-    other = random_bf16(num_rows, num_columns, seed=3)
-    linear = makes_linears(family, 1, weights).linear(weight, None)
+    x, other = random_bf16(num_rows, depth, seed=2), random_bf16(num_rows, num_columns, seed=3)
+    linear = new_linear(family, weights, num_columns, depth)
     whole, whole_sum, whole_floats = linear(x), linear.add(x, other), linear.floats(x)
-    linear = makes_linears(family, 2, weights).linear(weight, None)
+    linear = new_linear(family, weights, num_columns, depth, 2)
     for _ in range(3):
         rows = chooser.sample(range(num_rows), chooser.randint(1, num_rows))
         assert torch.equal(linear(x[rows]), whole[rows])
@@ -136,6 +152,72 @@ def test_with_int8_weights_only_their_rounding_is_lost(
 
 
 @pytest.mark.parametrize("family", family_params())
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(GROUPED), depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
+def test_grouped_weights_are_multiplied_as_they_are(
+    family: str, form: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
+):
+    """Of the rows 15 bits are kept, group by group. Rows and groups of zeros stay zeros."""
+    x = random_bf16(num_rows, depth, seed=2) * 2.0**exponent
+    x[-1] = 0
+    bias = random_bf16(num_columns, seed=3) if has_bias else None
+    weight = random_grouped(form, num_columns, depth, 1)
+    linear = new_linear(family, form, num_columns, depth, bias=bias)
+    exact = weight.expanded().double()
+    expected = F.linear(x.double(), exact, None if bias is None else bias.double())
+    largest = x.abs().double().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
+    # Half a step of each number at worst; and what float32 loses of what it adds.
+    magnitudes = F.linear(x.double().abs(), exact.abs()) + F.linear(x.double().abs(), torch.full_like(exact, 8))
+    allowed = F.linear(largest, exact.abs()) * (0.51 / 32767) + magnitudes * 1e-6 + expected.abs() * 1e-6 + 1e-30
+    assert ((linear.floats(x).double() - expected).abs() <= allowed).all()
+    assert torch.equal(linear.floats(x)[-1], torch.zeros(num_columns) if bias is None else bias.float())
+    others = random_bf16(num_rows, num_columns, seed=4)
+    assert torch.equal(linear(x), linear.floats(x).bfloat16())
+    if num_columns % 32 == 0:
+        assert torch.equal(linear.add(x, others), (linear.floats(x) + others.float()).bfloat16())
+
+
+@pytest.mark.parametrize("form", GROUPED)
+@settings(max_examples=10, deadline=None)
+@given(depths, columns, row_counts)
+def test_all_families_without_tiles_multiply_grouped_weights_alike(
+    form: str, depth: int, num_columns: int, num_rows: int
+):
+    """By whatever instruction: sums of a group are exact."""
+    fastest, *_, slowest = [name for name in runnable_family_names() if name != "amx"]
+    x = random_bf16(num_rows, depth, seed=2)
+    rows = [new_linear(name, form, num_columns, depth).floats(x) for name in (fastest, slowest)]
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("family", family_params())
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(GROUPED), depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
+def test_grouped_weights_can_be_looked_up_where_they_are_packed(
+    family: str, form: str, depth: int, num_columns: int, indices: list[int]
+):
+    """To the bits of what they stand for, in bf16."""
+    chosen = torch.tensor([index % num_columns for index in indices], dtype=torch.int64)
+    look_up = new_linear(family, form, num_columns, depth).weight_rows
+    assert look_up is not None
+    assert torch.equal(look_up(chosen), random_grouped(form, num_columns, depth, 1).expanded().bfloat16()[chosen])
+
+
+@pytest.mark.parametrize("family", family_params())
+@pytest.mark.parametrize(("gate", "up"), [("q4", "q4"), ("q4", "q8_16"), ("q8", "plain")])
+def test_gate_and_up_may_be_grouped_alike_or_not(family: str, gate: str, up: str):
+    """Files of mixed kinds have such layers."""
+    weights = [
+        (random_bf16(48, 64, seed=5) if form == "plain" else random_grouped(form, 48, 64, seed), None)
+        for seed, form in enumerate((gate, up))
+    ]
+    x = random_bf16(5, 64, seed=3)
+    gates, ups = (F.linear(x.double(), plain(weight).double()) for weight, _ in weights)
+    gated = makes_linears(family).gated(*weights)(x)
+    assert F.cosine_similarity(gated.double(), F.silu(gates) * ups).min() > 0.9999
+
+
+@pytest.mark.parametrize("family", family_params())
 @settings(max_examples=15, deadline=None)
 @given(depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
 def test_weights_can_be_looked_up_where_they_are_packed(family: str, depth: int, num_columns: int, indices: list[int]):
@@ -153,13 +235,13 @@ def test_weights_can_be_looked_up_where_they_are_packed(family: str, depth: int,
 
 @pytest.mark.parametrize("names", float32_family_params())
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(["PackedBf16", "PackedInt8"]), depths, columns, row_counts)
+@given(st.sampled_from(["PackedBf16", "PackedInt8", *GROUPED]), depths, columns, row_counts)
 def test_float32_families_compute_the_same_bits(
     names: list[str], weights: str, depth: int, num_columns: int, num_rows: int
 ):
     """Registers of four, eight and sixteen numbers: shards on different CPUs can continue one another's answers."""
-    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
-    rows = [makes_linears(name, 1, weights).linear(weight, None).floats(x) for name in names]
+    x = random_bf16(num_rows, depth, seed=2)
+    rows = [new_linear(name, weights, num_columns, depth).floats(x) for name in names]
     assert all(torch.equal(rows[0], others) for others in rows[1:])
 
 

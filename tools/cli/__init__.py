@@ -10,10 +10,12 @@ preflight.py      what up checks before anything starts
 status.py         status
 restart.py        restart
 reload.py         reload
+backup.py         backup and restore
 drain.py          drain, undrain and scale-in
 logs.py           logs
 chat.py           chat
 explain.py        explain
+top.py            top
 metrics.py        metrics targets
 models.py         models
 rollouts.py       `kvloom models rollout`, `rollback` and `history`

@@ -24,7 +24,7 @@ TIMEOUT_SECONDS: Final = 10.0
 
 @click.group()
 def cache() -> None:
-    """The result caches of the routers (docs/result-cache.md)."""
+    """The result caches of the routers (docs/how-to/result-cache.md)."""
 
 
 @cache.command()

@@ -17,13 +17,17 @@ from tools.cli.lazy_group import LazyGroup
             "up": "tools.cli.up:up",
             "down": "tools.cli.up:down",
             "status": "tools.cli.status:status",
+            "top": "tools.cli.top:top",
             "restart": "tools.cli.restart:restart",
             "reload": "tools.cli.reload:reload",
             "drain": "tools.cli.drain:drain",
             "undrain": "tools.cli.drain:undrain",
             "scale-in": "tools.cli.drain:scale_in",
             "logs": "tools.cli.logs:logs",
+            "backup": "tools.cli.backup:backup",
+            "restore": "tools.cli.backup:restore",
             "metrics": "tools.cli.metrics:metrics",
+            "scaler": "tools.scaler.command:scaler",
             "secret": "tools.cli.secret:secret",
             "doctor": "tools.cli.commands:doctor",
         },
@@ -35,6 +39,7 @@ from tools.cli.lazy_group import LazyGroup
             "models": "tools.cli.models:models",
             "cache": "tools.cli.cache:cache",
             "receipts": "tools.cli.commands:receipts",
+            "audit": "tools.cli.commands:audit",
         },
         "Tenants": {
             "orgs": "tools.cli.tenants.orgs:orgs",
@@ -47,6 +52,7 @@ from tools.cli.lazy_group import LazyGroup
         },
         "Study and measure": {
             "simulate": "tools.simulate.command:simulate_command",
+            "plan": "tools.plan.command:plan",
             "bench": "tools.cli.commands:bench",
         },
     },
@@ -109,7 +115,22 @@ def doctor() -> None:
     },
 )
 def receipts() -> None:
-    """Save and verify the receipts of answers (docs/receipts.md)."""
+    """Save and verify the receipts of answers (docs/how-to/receipts.md)."""
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "verify": "tools.audit.command:verify",
+        "show": "tools.audit.command:show",
+        "abuse": "tools.audit.command:abuse",
+        "reverse": "tools.audit.command:reverse",
+        "export": "tools.audit.command:export",
+        "erase": "tools.audit.command:erase",
+    },
+)
+def audit() -> None:
+    """Verify, show and erase what the safety policy has found (docs/operate/audit.md)."""
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from kvloom.client.generate_request import GenerateOptions
 from kvloom.errors import KvloomError
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
 from kvloom.v1.router_service_pb2 import (
     ExplainResponse,
     JudgedTerm,
     ObjectivesOutcome,
     PlanResponse,
-    RequestOutcome,
     ShardScore,
 )
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
+from kvloom_common.overview.time_parts import where_time_went
 from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
@@ -187,7 +187,7 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
     if explanation.brownout:
         _print(console, f"the model was overloaded: the answer is degraded (brownout step {explanation.brownout})")
     if explanation.HasField("outcome"):
-        _print_outcome(explanation.outcome, console)
+        _print_outcome(explanation, console)
     else:
         _print(console, "it is still running")
     if explanation.other_request_ids:
@@ -252,8 +252,9 @@ def _print_objectives(outcome: ObjectivesOutcome, console: Console) -> None:
     _print(console, f"objectives: {', '.join(parts)}; TTFT predicted on arrival: {predicted}{refused}")
 
 
-def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
-    reason = FinishReason.Name(outcome.reason).removeprefix("FINISH_REASON_").lower()
+def _print_outcome(explanation: ExplainResponse, console: Console) -> None:
+    outcome = explanation.outcome
+    reason = FINISH_REASON_NAMES[outcome.reason]
     if outcome.error_reason:
         error = ErrorReason.Name(outcome.error_reason).removeprefix("ERROR_REASON_").lower()
         reason += f" ({error})"
@@ -273,6 +274,11 @@ def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
     }
     if any(moves.values()):
         _print(console, f"moved: {', '.join(f'{name} {count}x' for name, count in moves.items() if count)}")
+    went = where_time_went(explanation)
+    if went is not None and went.parts:
+        parts = ", ".join(f"{part.name.replace('_', ' ')} {_milliseconds(part.seconds)}" for part in went.parts)
+        _print(console, f"time: {parts}")
+        _print(console, f"why: {went.why}")
     if outcome.HasField("objectives"):
         _print_objectives(outcome.objectives, console)
     if outcome.limits:

@@ -21,7 +21,7 @@ from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.private_file import OTHERS
 from kvloom_common.trust.fabric_trust import FabricTrust
-from shard_server.engines.engine_plugins import ENGINES, ENGINES_WITHOUT_WEIGHTS
+from shard_server.engines.engine_kinds import ENGINES, engine_kind
 from tools.cli.config_flags import apply_config_flags
 from tools.cli.preflight import check_access, check_database, check_redis
 from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
@@ -175,9 +175,10 @@ class Launch:
             if "safety" in roles:
                 host = fabric_host(config, config.safety.host)
                 config.safety.port = stack.enter_context(_claimed(host, config.safety.port, "safety.port")).port
-            if "control" in roles:
-                host = fabric_host(config, config.control.host)
-                config.control.port = stack.enter_context(_claimed(host, config.control.port, "control.port")).port
+            for role, section in (("control", config.control), ("orchestrator", config.orchestrator)):
+                if role in roles:
+                    host = fabric_host(config, section.host)
+                    section.port = stack.enter_context(_claimed(host, section.port, f"{role}.port")).port
             yield http
 
     def _claim_metrics_ports(self, stack: contextlib.ExitStack) -> None:
@@ -249,7 +250,7 @@ class Launch:
             on_progress,
             self._registry,
             model.sha256,
-            with_weights=shard_config(self.config, model).engine not in ENGINES_WITHOUT_WEIGHTS,
+            with_weights=engine_kind(shard_config(self.config, model).engine).reads_weights,
         )
         model.path, model.sha256 = str(resolved.path), resolved.sha256
 

@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
             if cmd_name in self._moved_to:
                 raise CommandError(
                     f"{ctx.command_path} {cmd_name} is now {self._moved_to[cmd_name]}, which a checkout of kvloom's "
-                    "repository has (docs/lab.md)"
+                    "repository has (docs/reference/lab.md)"
                 )
             return None
         module, attribute = place.split(":")

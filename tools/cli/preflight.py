@@ -40,23 +40,27 @@ def check_access(config: KvloomConfig) -> None:
 
 
 def check_database(config: KvloomConfig) -> None:
-    """Check that the server of the control service's database can be reached. Whether it lets the service in, the
-    service says itself. Raises CommandError."""
-    if "control" not in started_roles(config):
-        return
-    parts = urlsplit(config.control.database_url)
+    """Check that the servers of the services' databases can be reached. Whether they let the service in, the service
+    says itself. Raises CommandError."""
+    for role, url in (("control", config.control.database_url), ("orchestrator", config.orchestrator.database_url)):
+        if role in started_roles(config):
+            _check_server(url, f"{role}.database_url")
+
+
+def _check_server(url: str, key: str) -> None:
+    parts = urlsplit(url)
     if parts.scheme.partition("+")[0] != "postgresql" or not parts.hostname or "host" in parse_qs(parts.query):
         return  # a file, or a socket of this machine
     try:
         port = parts.port or _POSTGRES_PORT
     except ValueError as error:
-        raise CommandError(f"control.database_url: {error}") from error
+        raise CommandError(f"{key}: {error}") from error
     try:
         socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
     except OSError as error:
         place = join_address(parts.hostname, port)
         reason = error.strerror or str(error) or type(error).__name__
-        raise CommandError(f"the database of control.database_url cannot be reached at {place}: {reason}") from error
+        raise CommandError(f"the database of {key} cannot be reached at {place}: {reason}") from error
 
 
 def check_redis(url: str) -> None:

@@ -19,9 +19,10 @@ from tools.supervisor.service.client import local_supervisor
     is_flag=True,
     help="Also restart the processes that read a changed key, one after another.",
 )
+@option("--dry-run", scope="reload", is_flag=True, help="Only say what would change, and what would apply it.")
 @data_dir_option
 @config_option
-def reload(restart: bool, data_dir: Path | None, config_file: Path | None) -> None:
+def reload(restart: bool, dry_run: bool, data_dir: Path | None, config_file: Path | None) -> None:
     """Apply the changed configuration file of the fabric on this machine.
 
     The file is the one that `kvloom up` was started with, or FILE, from now on. Flags of `kvloom up` still override it.
@@ -32,7 +33,7 @@ def reload(restart: bool, data_dir: Path | None, config_file: Path | None) -> No
 
     async def ask() -> None:
         async with local_supervisor(folder.run_dir) as supervisor:
-            await supervisor.reload(path, restart, lambda text: click.echo(f"  {text}"))
+            await supervisor.reload(path, restart, lambda text: click.echo(f"  {text}"), dry_run=dry_run)
 
     asyncio.run(ask())
-    click.echo("reloaded")
+    click.echo("nothing was changed" if dry_run else "reloaded")

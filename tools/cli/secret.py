@@ -78,7 +78,7 @@ def rotate(
     """
     config = _fabric_config(data_dir, config_file)
     path = file or Path(config.fabric.secret_file)
-    grace_seconds = config.edge.resume.grace_seconds
+    grace_seconds = config.resume.grace_seconds
     for number, name in enumerate(STEPS if step is None else (step,)):
         if number:
             # What was encrypted with the old secret is read for as long as a client may come back for it.

@@ -64,10 +64,12 @@ class ShardCounts(click.ParamType):
     type=click.Path(path_type=Path, file_okay=False),
     help="The directory for converted models.  [default: ~/.cache/kvloom/models, or DATA_DIR/models if that is there]",
 )
-@config_flags("http-port", "router-port", "metrics-port")
+@config_flags("http-port", "router-port", "metrics-port", "otlp-endpoint")
 @data_dir_option
 @config_option
-@config_flags("secret-file", "api-keys", "tls-certificate", "tls-key", "tls-client-ca", "control", "insecure")
+@config_flags(
+    "secret-file", "api-keys", "tls-certificate", "tls-key", "tls-client-ca", "control", "orchestrator", "insecure"
+)
 @config_flags("host", "name-prefix", "redis-url", "role", "advertise")
 @option(
     "--start-timeout-seconds",
@@ -85,7 +87,7 @@ def up(
     detach: bool,
     **flags: Any,
 ) -> None:
-    """Start the fabric: Redis, control if enabled, safety service, routers, engine shards and HTTP edges.
+    """Start the fabric: Redis, safety service, routers, engine shards, HTTP edges; control and orchestrator if enabled.
 
     Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them. With --join, this machine becomes one of
     a fleet, and --role chooses its part.

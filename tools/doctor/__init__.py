@@ -3,7 +3,6 @@ lists plugins.
 
 command.py   `doctor engine`
 checks.py    its checks
-library.py   what the installed TensorRT-LLM has
 session.py   records the steps of the engine under test
 security.py  `doctor security`
 strangers.py   what a stranger meets at an address

@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import struct
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from kvloom_common.text.block_hash import block_hashes, root_hash
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from shard_server.engines.base import (
+    AdapterError,
     Capability,
     EngineError,
     EngineInfo,
@@ -21,14 +23,17 @@ from shard_server.engines.base import (
     Pooling,
     Sampling,
     SequenceFinishReason,
+    adapters_of,
 )
-from tools.doctor.session import EngineSession, Observed
+from tools.doctor.session import GREEDY, EngineSession, Observed
 
 Check = Callable[[EngineSession], Awaitable[str]]
 """Returns what it found. Raises CheckFailedError, CheckSkippedError, or any exception of the engine."""
 
 CONCURRENT: Final = 32
 MIN_COSINE: Final = 0.999
+QUEUE_SECONDS: Final = 5.0
+"""How long the end of a cancelled sequence that waits may take."""
 TEXT: Final = "Write three sentences about the sea, and one about the sky above it."
 
 
@@ -168,6 +173,100 @@ async def logprobs(session: EngineSession) -> str:
     return "8 entries of 3"
 
 
+async def sampled_logprobs(session: EngineSession) -> str:
+    """Sampled sequences have logprobs beside others without, each token its own; an engine that gives none refuses
+    them, and continues to work."""
+    sampling = Sampling(temperature=1.0, seed=11, num_logprobs=2)
+    if Capability.LOGPROBS not in session.engine.info.capabilities:
+        try:
+            session.submit(session.prompt_of(20, seed=12), 4, sampling)
+        except EngineError as error:
+            _need_whole(await session.run(session.prompt_of(20, seed=13), 4), 4)
+            return f"refused: {error}"
+        raise CheckFailedError("logprobs are not offered, and a request for them was accepted")
+    observed = [
+        session.submit(session.prompt_of(20, seed=20 + number), 8, sampling if number % 2 else GREEDY)
+        for number in range(8)
+    ]
+    await session.until(lambda: all(each.end is not None for each in observed), "8 ends")
+    for number, each in enumerate(observed):
+        _need_whole(each, 8)
+        need(len(each.logprobs) == (8 if number % 2 else 0), f"{len(each.logprobs)} entries for 8 tokens")
+        need(all(entry.logprob <= 0 for entry in each.logprobs), "a logprob above 0")
+    return "4 sequences with, 4 without"
+
+
+async def queued_cancellation(session: EngineSession) -> str:
+    """A sequence that is cancelled while it waits for a place in the batch ends at once, and those that run go on."""
+    info = session.engine.info
+    num_tokens = min(256, info.max_model_len - 20)
+    running = [session.submit(session.prompt_of(10, seed=200 + number), num_tokens) for number in range(info.max_batch)]
+    try:
+        waiting = session.submit(session.prompt_of(10, seed=199), 4)
+        begin = time.perf_counter()
+        session.engine.cancel(waiting.request.request_id)
+        await session.until(
+            lambda: waiting.end is not None, "the end of a cancelled sequence that waits", QUEUE_SECONDS
+        )
+        seconds = time.perf_counter() - begin
+    finally:
+        for each in running:
+            session.engine.cancel(each.request.request_id)
+    await session.until(lambda: all(each.end is not None for each in running), "the ends of those that ran")
+    assert waiting.end is not None
+    need(waiting.end.reason is SequenceFinishReason.CANCELLED, f"it ended with {waiting.end.reason.value}")
+    return f"ended after {seconds * 1e3:.0f} ms, behind {info.max_batch} others"
+
+
+async def handoff(session: EngineSession) -> str:
+    """A prompt that is computed for another shard ends with a hand-off, and the engine continues to work."""
+    need_capability(session, Capability.KV_HANDOFF, "the engine hands no KV over")
+    prompt = session.prompt_of(4 * session.engine.info.block_size, seed=14)
+    try:
+        leg = await session.run(prompt, 1, prefill_only=True)
+    except EngineError as error:
+        if session.is_reading:  # it refuses, and lives
+            raise CheckSkippedError(str(error)) from error
+        raise
+    assert leg.end is not None
+    need(bool(leg.end.handoff), f"there is no hand-off: {leg.end.reason.value} {leg.end.error}".rstrip())
+    fetched = await session.run(prompt, 4, handoff=leg.end.handoff)
+    assert fetched.end is not None
+    _need_whole(await session.run(session.prompt_of(20, seed=15), 4), 4)
+    is_fetched = fetched.end.reason is SequenceFinishReason.LENGTH
+    by_itself = "fetched by the engine itself" if is_fetched else f"not fetched by itself ({fetched.end.error})"
+    return f"{len(leg.end.handoff)} bytes, {by_itself}"
+
+
+async def unknown_adapter(session: EngineSession) -> str:
+    """An adapter that does not exist is refused, by name and by directory, and the engine continues to work."""
+    need_capability(session, Capability.ADAPTERS, "the engine has no adapters")
+    adapters = adapters_of(session.engine)
+    need(adapters is not None, "it offers adapters, and takes none")
+    assert adapters is not None
+    refusal = ""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            state = await adapters.add("doctor", f"{folder}/none", load_now=True)
+        except AdapterError as error:
+            refusal = str(error)
+            need(adapters.find("doctor") is None, "it was refused, and is there")
+        else:
+            await adapters.remove("doctor")
+            need(not state.info.rank, "a directory that does not exist was taken for an adapter")
+    try:
+        observed = await session.run(session.prompt_of(20, seed=16), 4, adapter="doctor")
+    except EngineError as error:
+        if not session.is_reading:
+            raise
+        refusal = refusal or str(error)
+    else:
+        assert observed.end is not None
+        need(observed.end.reason is SequenceFinishReason.ERROR, "an adapter that does not exist was used")
+    _need_whole(await session.run(session.prompt_of(20, seed=17), 4), 4)
+    return f"refused: {refusal}" if refusal else "refused by name; adapters have no files here"
+
+
 async def penalties(session: EngineSession) -> str:
     """Penalties change the answer. Some samplers ignore them."""
     need_capability(session, Capability.PENALTIES, "the engine does not offer them")
@@ -272,14 +371,18 @@ CHECKS: Final[Sequence[tuple[str, Check]]] = (
     ("streaming", streaming_text),
     ("stop token", stop_token),
     ("cancel", cancellation),
+    ("cancel in the queue", queued_cancellation),
     ("prefix reuse", prefix_reuse),
     ("KV events", kv_events),
     ("load", load_figures),
     ("logprobs", logprobs),
+    ("sampled logprobs", sampled_logprobs),
     ("penalties", penalties),
     ("guided decoding", guides),
     ("resumption", resumption),
     ("refusal", refusal),
+    ("hand-off", handoff),
+    ("unknown adapter", unknown_adapter),
     (f"{CONCURRENT} at once", concurrency),
 )
 

@@ -23,8 +23,8 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
+from shard_server.engines.engine_kinds import BUILT_IN, engine_kind, imported
 from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of
-from tools.doctor.library import library_rows
 from tools.doctor.session import KV_EVENT_SECONDS, EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
@@ -33,7 +33,7 @@ from tools.options import EngineName, choose_data_dir, config_option, data_dir_o
 CHECK_SECONDS: Final = 300.0
 CLOSE_SECONDS: Final = 90.0
 _SIGNS: Final = {"ok": "✓", "failed": "✗", "skipped": "–"}
-_PACKAGES: Final = ("kvloom", "grpcio", "protobuf", "torch", "tensorrt_llm", "tensorrt")
+_PACKAGES: Final = ("kvloom", "grpcio", "protobuf", *(name for kind in BUILT_IN.values() for name in kind.packages))
 
 Report = Callable[["Result"], None]
 
@@ -65,9 +65,9 @@ async def examine(config: KvloomConfig, report: Report, *, kv_event_seconds: flo
         add("GPU", "ok", await asyncio.to_thread(_gpu, config.shard.engine), begin)
     except (CheckFailedError, CheckSkippedError) as problem:
         add("GPU", "skipped" if isinstance(problem, CheckSkippedError) else "failed", str(problem), begin)
-    if config.shard.engine == "tensorrt_llm":
+    if reference := engine_kind(config.shard.engine).library_rows:
         # Before the start, which a version may refuse because of one of these.
-        for row in await asyncio.to_thread(library_rows):
+        for row in await asyncio.to_thread(imported(reference)):
             add(row.name, "ok" if row.is_whole else "skipped", row.seen, time.perf_counter(), row.expected)
     begin = time.perf_counter()
     try:
@@ -131,7 +131,7 @@ def _versions() -> str:
 def _gpu(engine: str) -> str:
     command = shutil.which("nvidia-smi")
     if command is None:
-        if engine == "tensorrt_llm":
+        if engine_kind(engine).needs_nvidia_gpu:
             raise CheckFailedError("nvidia-smi is not found: there is no NVIDIA driver here")
         raise CheckSkippedError(f"no NVIDIA driver here, and the engine {engine} needs none")
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -172,8 +172,8 @@ def doctor_engine(
     config = load_config_file(config_file)
     if engine_name is not None:
         config.shard.engine = engine_name
-    if config.shard.engine == "sim":
-        config.shard.sim.step_ms = min(config.shard.sim.step_ms, 2.0)
+    if shorten_steps := engine_kind(config.shard.engine).shorten_steps:
+        shorten_steps(config.shard)
     _log_to_stderr()
     _choose_model(config, model, choose_data_dir(data_dir, config))
 
@@ -222,8 +222,8 @@ def _choose_model(config: KvloomConfig, model: str | None, data_dir: Path) -> No
         path = Path(model).expanduser().absolute()
         config.model.name, config.model.path = path.name.lower(), str(path)
         return
-    if config.shard.engine == "tensorrt_llm":
-        raise CommandError("--model must be the directory of a model for TensorRT-LLM")
+    if engine_kind(config.shard.engine).needs_model_dir:
+        raise CommandError(f"--model must be the directory of a model for the engine {config.shard.engine}")
     from tools.models.registry import ModelRegistry
     from tools.models.resolve import model_cache_dir, resolve_model
 

@@ -15,7 +15,7 @@ from kvloom_common.parsers.registry import PARSERS
 from kvloom_common.plugins import PluginError, PluginGroup
 from router.placement_plugins import PLACEMENT_POLICIES
 from safety_svc.rule_plugins import RULE_KINDS
-from shard_server.engines.engine_plugins import ENGINES
+from shard_server.engines.engine_kinds import ENGINES
 from tools.options import option
 
 GROUPS: Final[tuple[PluginGroup, ...]] = (PARSERS, PLACEMENT_POLICIES, ENGINES, RULE_KINDS, AUTH_PROVIDERS)
@@ -35,7 +35,7 @@ class FoundPlugin(msgspec.Struct, frozen=True):
 @click.command("plugins")
 @option("--json", "as_json", scope="doctor_plugins", is_flag=True, help="Print one JSON array.")
 def doctor_plugins(as_json: bool) -> None:
-    """List the installed plugins (docs/plugins.md), each of which is loaded once.
+    """List the installed plugins (docs/how-to/plugins.md), each of which is loaded once.
 
     The exit status is 1 if one cannot be loaded.
     """

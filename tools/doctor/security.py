@@ -160,7 +160,7 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Securi
     """Tries the ports inside the fabric as a stranger, without TLS and with it, and as a member."""
     for process in state.processes:
         address = process.internal_address if process.router_address else process.address
-        if process.role not in ("shard", "safety", "control", "router") and not process.router_address:
+        if process.role not in ("shard", "safety", "control", "orchestrator", "router") and not process.router_address:
             continue
         name = f"{process.name} port"
         if not address:

@@ -81,6 +81,11 @@ class EngineSession:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._reader
 
+    @property
+    def is_reading(self) -> bool:
+        """True while the engine has not ended."""
+        return self._reader is not None and not self._reader.done()
+
     def prompt_of(self, num_tokens: int, seed: int) -> list[int]:
         """Ordinary tokens, which differ for every seed."""
         ends = self.engine.info.eos_token_ids

@@ -101,6 +101,7 @@ def _bare(machines: Iterable[Machine], records: FleetRecords) -> list[ProcessSta
         "shard": records.shards,
         "safety": records.safety,
         "control": records.control,
+        "orchestrator": records.orchestrators,
     }
     for role, of_role in kinds.items():
         for record in of_role.values():

@@ -3,7 +3,6 @@
 resolve.py   resolves `--model NAME|PATH` to a directory
 registry.py  the registry of models on this machine
 prepare.py   the process that converts a model
-train_adapter.py  trains a small LoRA adapter, for demonstrations and tests
 comparison.py  `kvloom models compare`: the likelihood gap of two models, and what it costs to measure
 damage.py    a copy of a model with one damaged layer
 shallow.py   the first layers of a model

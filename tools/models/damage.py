@@ -1,7 +1,8 @@
 """`python -m tools.models.damage SOURCE OUT --layer N`: a copy of a model with one damaged layer, to see what finds it.
 
 Every weight matrix of the layer gets Gaussian noise, whose standard deviation is `--noise` times that of the matrix.
-The noise is always the same. SOURCE is a directory with one *.safetensors file, as `kvloom up` makes of a .gguf file.
+The noise is always the same. SOURCE is a directory with one *.safetensors file, as `kvloom up` makes of a .gguf file;
+a damaged matrix that is also packed is packed anew, in 8 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from shard_server.engines.torch_engine.checkpoint.packed_files import PACKED_SUFFIX, packed_parts
+from shard_server.engines.torch_engine.grouped_weight import quantised
 from tools.failures import CommandError
 
 CONVERSION_FILE: Final = "conversion.json"
@@ -38,11 +41,24 @@ def damage(source: Path, out: Path, layer: int, noise: float) -> int:
         damaged = clean + noise * clean.std() * torch.randn(clean.shape, generator=generator)
         weights[name] = damaged.to(weights[name].dtype)
     out.mkdir(parents=True, exist_ok=True)
+    packed = sorted(source.glob(f"*{PACKED_SUFFIX}"))
     for file in source.iterdir():
-        if file.is_file() and file not in (found[0], source / CONVERSION_FILE):
+        if file.is_file() and file not in (found[0], source / CONVERSION_FILE, *packed):
             shutil.copy(file, out / file.name)
+    for file in packed:
+        _pack_anew(file, out / file.name, {name: weights[name] for name in names})
     save_file(weights, out / found[0].name, metadata=metadata)
     return len(names)
+
+
+def _pack_anew(source: Path, out: Path, damaged: dict[str, torch.Tensor]) -> None:
+    """Write the packed weights of `source` with those of `damaged` matrices that it holds."""
+    tensors = load_file(source)
+    for name, weight in damaged.items():
+        if f"{name}.scales" in tensors:
+            tensors = {part: tensor for part, tensor in tensors.items() if not part.startswith(f"{name}.")}
+            tensors |= packed_parts(name, quantised(weight, 8))
+    save_file(tensors, out)
 
 
 @click.command()

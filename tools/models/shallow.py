@@ -11,9 +11,11 @@ from pathlib import Path
 import click
 from safetensors.torch import load_file, save_file
 
+from shard_server.engines.torch_engine.checkpoint.packed_files import PACKED_SUFFIX
 from tools.failures import CommandError
 from tools.models.damage import CONVERSION_FILE
 
+_WEIGHTS = (".safetensors", PACKED_SUFFIX)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -21,11 +23,11 @@ def write_shallow_model(model_dir: Path, target: Path, num_layers: int) -> Path:
     """Returns `target`, which gets the model with fewer layers."""
     target.mkdir(parents=True)
     for file in model_dir.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != CONVERSION_FILE:
+        if file.is_file() and file.suffix not in _WEIGHTS and file.name != CONVERSION_FILE:
             shutil.copy(file, target)
     config = json.loads((model_dir / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
-    for file in model_dir.glob("*.safetensors"):
+    for file in (file for suffix in _WEIGHTS for file in model_dir.glob(f"*{suffix}")):
         kept = {name: tensor for name, tensor in load_file(file).items() if _is_kept(name, num_layers)}
         save_file(kept, target / file.name)
     return target

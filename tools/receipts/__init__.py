@@ -1,4 +1,4 @@
-"""`kvloom receipts`: saves, checks and re-executes receipts of answers (docs/receipts.md).
+"""`kvloom receipts`: saves, checks and re-executes receipts of answers (docs/how-to/receipts.md).
 
 command.py     the commands
 bundles.py     finds receipts in files and in responses

@@ -7,6 +7,8 @@ fleet/          the model of a fleet of shards
 traces/         recorded calls, and their file formats
 decisions.py    a router's decision file as a trace and a fleet
 bound.py        a bound that no router can beat by much
+idle_waits.py   counts requests that waited beside an idle shard
+pool.py         a bound of the mean TTFT that has KV memory and decoding
 runs.py         simulations as values that can be sent to another process
 rows.py         the figures of the printed table
 capacity.py     finds the highest load that a fleet sustains

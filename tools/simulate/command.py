@@ -22,9 +22,10 @@ from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.models_option import parse_models, parse_shares
 from tools.simulate.fleet.profile import Profile, load_profile
 from tools.simulate.plot import check_plot_file, draw
-from tools.simulate.rows import measure_capacities, measure_runs, recorded_row
+from tools.simulate.rows import add_distances, measure_capacities, measure_runs, recorded_row
 from tools.simulate.runs import (
     BOUND,
+    POOL,
     EngineOrder,
     RunSpec,
     TraceSource,
@@ -119,7 +120,7 @@ _FILE_WIDTH: Final = 200
     scope="simulate",
     default="ect",
     show_default=True,
-    help="The name of a policy, several names separated by commas, or all. The bound is always shown too.",
+    help="The name of a policy, several names separated by commas, or all. The bounds are always shown too.",
 )
 @option(
     "--batch-share",
@@ -329,6 +330,8 @@ def simulate_command(
     )
     in_force = replay.policy if replay and replay.policy in PLACEMENT_POLICIES.names() else None
     policies = _parse_policies(f"{in_force},{policy_names}" if in_force else policy_names)
+    if with_capacity:
+        policies.remove(POOL)  # it bounds no goodput
     chosen_seeds = range(seed, seed + seeds)
     num_processes = jobs or os.cpu_count() or 1
     measure = measure_capacities if with_capacity else measure_runs
@@ -337,6 +340,7 @@ def simulate_command(
         figures, calibration = replay.recorded(run.slo, max_requests)
         recorded = recorded_row(RECORDED, figures, calibration, with_capacity=with_capacity)
         rows = [recorded, *({**row, "in_force": row["policy"] == in_force} for row in rows)]
+    add_distances(rows)
     shown = [f"{model.name}: {model.num_shards} × {model.profile.name}" for model in models]
     fleet = f"{Path(source.path).name}, {', '.join(shown) or f'{num_shards} × {run.profile.name}'}"
     if as_json:
@@ -431,7 +435,7 @@ def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | No
 
 
 def _parse_policies(names: str) -> list[str]:
-    """Returns each policy once, and the bound last. Raises CommandError, also for a plugin that cannot be used."""
+    """Returns each policy once, and the bounds last. Raises CommandError, also for a plugin that cannot be used."""
     existing = PLACEMENT_POLICIES.names()
     chosen: list[str] = []
     for name in (part.strip() for part in names.split(",")):
@@ -439,13 +443,13 @@ def _parse_policies(names: str) -> list[str]:
             chosen += [*POLICIES, *(plugin for plugin in existing if plugin not in POLICIES)]
         elif name in existing:
             chosen.append(name)
-        elif name != BOUND:
+        elif name not in (POOL, BOUND):
             raise CommandError(
-                f"--policy {name}: there is no such policy; there are {', '.join(existing)}, {BOUND} and all"
+                f"--policy {name}: there is no such policy; there are {', '.join(existing)}, {POOL}, {BOUND} and all"
             )
     for name in chosen:
         _check_policy(name)
-    return [*dict.fromkeys(chosen), BOUND]
+    return [*dict.fromkeys(chosen), POOL, BOUND]
 
 
 def _check_policy(name: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from tools.simulate.calibration import Calibration, combine_calibrations
 from tools.simulate.parallel import perform_all
-from tools.simulate.runs import CapacitySpec, RunReport, RunSpec, perform_capacity, perform_run
+from tools.simulate.runs import POOL, CapacitySpec, RunReport, RunSpec, perform_capacity, perform_run
 from tools.simulate.statistics import Statistics, combine
 
 
@@ -22,6 +22,13 @@ def measure_runs(
     by_policy = {policy: reports[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(policies)}
     rows = [_combine_reports(policy, found) for policy, found in by_policy.items()]
     return rows, {policy: found[0] for policy, found in by_policy.items()}
+
+
+def add_distances(rows: Sequence[dict[str, Any]]) -> None:
+    """Adds to each row the mean TTFT as a multiple of the pool's; None if there is no pool."""
+    pool = next((row["ttft_mean"] for row in rows if row["policy"] == POOL), None)
+    for row in rows:
+        row["ttft_of_pool"] = row["ttft_mean"] / pool if pool and row["ttft_mean"] is not None else None
 
 
 def measure_capacities(

@@ -15,6 +15,7 @@ from tools.simulate.capacity import find_capacity
 from tools.simulate.decisions import read_decision_log
 from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import Profile
+from tools.simulate.pool import simulate_pool
 from tools.simulate.statistics import (
     BATCH_SLO,
     Slo,
@@ -39,7 +40,8 @@ from tools.simulate.workload import ShardSample, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
 
 BOUND: Final = "bound"
-"""Used in place of a policy name for the bound."""
+POOL: Final = "pool"
+"""Used in place of a policy name for the bounds: bound.py and pool.py."""
 MAX_TIMELINE_POINTS: Final = 500
 
 EngineOrder = Literal["fcfs", "shortest_prefill"]
@@ -61,7 +63,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     """A multiple of the recorded rate, or the number of users of a closed loop."""
     policy: str
-    """A placement policy of kvloom or of a plugin, or BOUND."""
+    """A placement policy of kvloom or of a plugin, BOUND or POOL."""
     profile: Profile
     num_shards: int
     """The number of shards of all models together."""
@@ -135,6 +137,8 @@ def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     options = _fleet_options(spec)
     if spec.policy == BOUND:
         result = simulate_bound(workload, options.parts, on_progress)
+    elif spec.policy == POOL:
+        result = simulate_pool(workload, options.parts, on_progress)
     else:
         result = simulate(workload, options, on_progress)
     num_measured_calls = workload.num_measured_calls

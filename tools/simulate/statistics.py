@@ -64,6 +64,8 @@ class Statistics(msgspec.Struct, frozen=True):
     """Maximum / mean over the shards of the sequences running or waiting, averaged over time. None without samples."""
     router_microseconds: float
     """CPU time in the router core per request."""
+    waited_beside_idle: int = 0
+    """Requests of the whole run that waited in a router beside an idle shard for longer than they may."""
 
 
 def measured_outcomes(outcomes: Sequence[Outcome], num_measured_calls: int) -> list[Outcome]:
@@ -101,6 +103,7 @@ def summarise(result: SimulationResult, *, num_shards: int, num_measured_calls: 
         prefill_imbalance=prefill_imbalance(served, num_shards),
         in_flight_imbalance=in_flight_imbalance(result.samples, num_shards, window),
         router_microseconds=1e6 * result.router_cpu_seconds / max(len(result.outcomes), 1),
+        waited_beside_idle=result.num_waited_beside_idle,
     )
 
 

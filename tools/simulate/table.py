@@ -28,6 +28,7 @@ def _milliseconds(value: float) -> str:
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("hit", "hit_rate", _percent),
     ("TTFT s", "ttft_mean", _seconds),
+    ("/ pool", "ttft_of_pool", "{:.2f}".format),
     ("p50", "ttft_p50", _seconds),
     ("p90", "ttft_p90", _seconds),
     ("p99", "ttft_p99", _seconds),
@@ -39,6 +40,7 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("in flight max/mean", "in_flight_imbalance", "{:.2f}".format),
     ("requests", "requests", "{:.0f}".format),
     ("failed", "failed", "{:.0f}".format),
+    ("waited beside idle", "waited_beside_idle", "{:.0f}".format),
     ("router µs", "router_microseconds", "{:.0f}".format),
 )
 
@@ -52,6 +54,8 @@ _OPTIONAL_COLUMNS: Final = (
     "ttft_p90",
 )
 """Columns that are left out, in this order, if the terminal is too narrow. --json has all of them."""
+_FAULT_COLUMNS: Final = ("failed", "waited_beside_idle")
+"""Columns that are shown only if there is something in them."""
 _CLASS_COLUMNS: Final = ("goodput_per_second", "output_tokens_per_second")
 """Columns that are shown with the figures of classes only."""
 _UNLIMITED_WIDTH: Final = 10_000
@@ -61,7 +65,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, console: Console) ->
     columns: list[_Column] = [
         column
         for column in _COLUMNS
-        if (column[1] != "failed" or any(row["failed"] for row in rows))
+        if (column[1] not in _FAULT_COLUMNS or any(row[column[1]] for row in rows))
         and (column[1] not in _CLASS_COLUMNS or any("classes" in row for row in rows))
     ]
     if any("capacity" in row for row in rows):

@@ -20,10 +20,13 @@ from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttem
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, TierRank, class_of
 from router.placement_plugins import plugin_policy
+from tools.simulate.bound import prefill_seconds
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
+from tools.simulate.fleet.scaling import ScaledFleet
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
+from tools.simulate.idle_waits import IdleWaits
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulatedWorkload, SimulationResult
 
 __all__ = ["FleetOptions", "simulate"]
@@ -64,6 +67,16 @@ class _World:
         self._samples: list[ShardSample] = []
         self._shards = make_shards(options, workload.block_size)
         self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
+        self._part_of = [part for part in options.parts for _ in range(part.num_shards)]
+        """By the index of a shard: the shards of its model."""
+        self._scaled: ScaledFleet | None = None
+        if options.scaler is not None:
+            self._scaled = ScaledFleet(
+                options.scaler, self._shards, lambda index: make_shards(options, workload.block_size)[index]
+            )
+        self._idle_waits = {part.name: IdleWaits() for part in options.parts}
+        for index, part in enumerate(self._part_of):
+            self._idle_waits[part.name].note_shard(index, 0.0, is_idle=self._shards[index].is_connected)
         self._due_at = dict.fromkeys(self._index_of, math.inf)
         """The time of the next valid event of each shard in the heap."""
         self._num_kv_events = dict.fromkeys(self._index_of, 0)
@@ -86,7 +99,11 @@ class _World:
         )
 
     def run(self) -> SimulationResult:
-        self._connect()
+        for index, shard in enumerate(self._shards):
+            if shard.is_connected:
+                self._connect(index)
+        if self._scaled is not None:
+            self._schedule(self._scaled.scaler.interval_seconds, self._on_scale, self._scaled)
         self._schedule_next_arrival()
         while self._open or self._num_scheduled_arrivals:
             at, _, callback, subject = self._heap[0]
@@ -98,11 +115,16 @@ class _World:
             callback(subject)
         if self._on_progress is not None:
             self._on_progress(len(self._outcomes))
+        if self._scaled is not None:
+            self._scaled.finish(self._now)
         return SimulationResult(
             self._outcomes,
             self._samples,
             sum(link.cpu_nanoseconds for link in self._links) / 1e9,
             sum(link.num_events for link in self._links),
+            sum(waits.num_too_long for waits in self._idle_waits.values()),
+            0.0 if self._scaled is None else self._scaled.shard_seconds,
+            () if self._scaled is None else self._scaled.counts,
         )
 
     def _schedule(self, at: float, callback: Callable[[Any], None], subject: object) -> None:
@@ -141,12 +163,15 @@ class _World:
             tier=TierRank.BATCH if call.is_batch and self._options.has_classes else TierRank.INTERACTIVE,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
+        if not (call.is_batch and self._options.has_classes):  # those may be left waiting for others
+            self._idle_waits[request.model].note_arrival(request_id, now)
         self._deliver(link, ev.RequestArrived(request))
         self._schedule_tick(link)
 
     def _on_request_ended(self, link: SimulatedRouter, ended: RequestEnded) -> None:  # noqa: ARG002
         call, arrived_at = self._open.pop(ended.request_id)
         now = self._now
+        self._idle_waits[call.model if self._options.models else MODEL].note_end(ended.request_id)
         failed = ended.reason not in (FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP)
         self._outcomes.append(
             Outcome(
@@ -168,23 +193,22 @@ class _World:
 
     # -- routers --------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        parts = [part for part in self._options.parts for _ in range(part.num_shards)]
+    def _connect(self, index: int) -> None:
+        shard, part = self._shards[index], self._part_of[index]
+        description = ShardDescription(
+            shard_id=shard.shard_id,
+            incarnation_id=f"{1 + self._now:g}",
+            model=part.name,
+            block_size=self._block_size,
+            num_blocks=shard.cache.num_blocks,
+            max_batch=part.profile.max_batch,
+            max_model_len=_UNLIMITED,
+            yield_tokens=part.profile.chunk_tokens,
+            reserves_output=True,
+        )
         for link in self._links:
-            for shard, part in zip(self._shards, parts, strict=True):
-                description = ShardDescription(
-                    shard_id=shard.shard_id,
-                    incarnation_id="1",
-                    model=part.name,
-                    block_size=self._block_size,
-                    num_blocks=shard.cache.num_blocks,
-                    max_batch=part.profile.max_batch,
-                    max_model_len=_UNLIMITED,
-                    yield_tokens=part.profile.chunk_tokens,
-                    reserves_output=True,
-                )
-                self._deliver(link, ev.ShardUp(description))
-                self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
+            self._deliver(link, ev.ShardUp(description))
+            self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
 
     def _deliver(self, link: SimulatedRouter, event: ev.Event) -> None:
         """Deliver an event to a router and carry out its actions."""
@@ -236,6 +260,9 @@ class _World:
         request = action.request
         num_prompt_tokens = len(request.prompt_token_ids)
         assert request.block_hashes is not None
+        profile, slowness = self._part_of[index].profile, max(self._options.speed_factors, default=1.0)
+        cold_seconds = slowness * prefill_seconds(profile, num_prompt_tokens, 0)
+        self._idle_waits[request.model].note_begin(action.prepares or request.request_id, cold_seconds, self._now)
         for choice in action.choices:
             if not shard.can_hold(num_prompt_tokens, action.max_tokens):
                 self._schedule(self._now, self._deliver_later, (link, too_long(shard.shard_id, choice.slot)))
@@ -272,6 +299,8 @@ class _World:
 
     def _schedule_shard(self, shard: SimShard) -> None:
         """Schedule `_on_shard_due` for the end of the current steps. A later event in the heap becomes void."""
+        index = self._index_of[shard.shard_id]
+        self._idle_waits[self._part_of[index].name].note_shard(index, self._now, is_idle=not shard.num_sequences)
         if shard.busy_until < self._due_at[shard.shard_id]:
             self._due_at[shard.shard_id] = shard.busy_until
             self._schedule(shard.busy_until, self._on_shard_due, shard)
@@ -301,6 +330,39 @@ class _World:
                         self._refresh_loads(link)
                     self._deliver(link, ev.StepArrived(shard.shard_id, step))
 
+    # -- scaling --------------------------------------------------------------------------------------------------
+
+    def _on_scale(self, scaled: ScaledFleet) -> None:
+        num_queued = sum(link.core.num_queued_requests for link in self._links)
+        queues = [queue for link in self._links for queue in link.core.queued_by_model().values()] if num_queued else []
+        num_tokens = sum(tokens for _, tokens in queues)
+        self._end_idle(scaled)
+        begun, draining = scaled.decide(self._now, self._outcomes, num_queued, num_tokens)
+        for index in begun:
+            self._schedule(self._now + scaled.scaler.start_seconds, self._on_started, index)
+        for index in draining:
+            shard = self._shards[index]
+            for link in self._links:
+                self._deliver(link, ev.LoadReported(shard.shard_id, shard.load(link.index, self._now)))
+        self._schedule(self._now + scaled.scaler.interval_seconds, self._on_scale, scaled)
+
+    def _on_started(self, index: int) -> None:
+        assert self._scaled is not None
+        if self._scaled.start(index, self._now):
+            for link in self._links:
+                link.forget_reports(index)
+            self._num_kv_events[self._shards[index].shard_id] = 0
+            self._connect(index)
+            self._idle_waits[self._part_of[index].name].note_shard(index, self._now, is_idle=True)
+            for link in self._links:
+                self._schedule_tick(link)
+
+    def _end_idle(self, scaled: ScaledFleet) -> None:
+        for index in scaled.end_idle(self._now):
+            self._idle_waits[self._part_of[index].name].note_shard(index, self._now, is_idle=False)
+            for link in self._links:
+                self._deliver(link, ev.ShardDown(self._shards[index].shard_id))
+
     # -- observation ----------------------------------------------------------------------------------------------
 
     def _observe(self, before: float) -> None:
@@ -322,6 +384,7 @@ class _World:
                     shard.num_used_blocks,
                 )
                 for index, shard in enumerate(self._shards)
+                if shard.is_connected
             )
             self._next_sample_at = self._following(at, self._options.sample_interval_seconds, before)
 
@@ -371,9 +434,13 @@ class SimulatedRouter:
         reports: list[ev.LoadReported] = []
         reported_changes, next_report_at = self._reported_changes, self._next_reports_at
         for index, shard in enumerate(self._shards):
-            if shard.num_changes == reported_changes[index] and now < next_report_at[index]:
+            if not shard.is_connected or (shard.num_changes == reported_changes[index] and now < next_report_at[index]):
                 continue
             reported_changes[index] = shard.num_changes
             next_report_at[index] = now + shard.seconds_until_growth(MIN_REPORTED_CONTEXT_GROWTH)
             reports.append(ev.LoadReported(shard.shard_id, shard.load(self.index, now)))
         return reports
+
+    def forget_reports(self, index: int) -> None:
+        """Another shard has taken the place of this one."""
+        self._reported_changes[index], self._next_reports_at[index] = -1, 0.0

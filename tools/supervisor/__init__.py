@@ -1,6 +1,8 @@
 """Runs the processes of a fabric on this machine for `kvloom up`.
 
 fabric.py              one run of a whole fabric, or of a machine's part of a fleet
+fabric_commands.py     the commands on it, one at a time
+fabric_readiness.py    whether it is complete and serves
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 flag_model.py          what the flag --model says
 models/                loads and unloads models and adapters while the processes run, and their history
@@ -21,6 +23,7 @@ tenant_tables.py       which edges and routers do not follow the table of tenant
 fleet_records.py       what the registry says about the whole fleet
 fleet_registry.py      reads it
 joining.py             what a machine checks and completes before it joins a fleet
+drains.py              drains of single shards, for the admin page
 bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs
 service/               SupervisorService, for commands such as `kvloom restart`, and its client

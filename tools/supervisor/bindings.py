@@ -28,7 +28,7 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
     if for_clients:
         yield f"clients    {', '.join(for_clients)}: {guards}"
         if config.control.enabled:
-            yield "keys       kvloom keys create --project ORG/PROJECT --create (docs/tenancy.md)"
+            yield "keys       kvloom keys create --project ORG/PROJECT --create (docs/operate/tenancy.md)"
     internal = [address for status in statuses for address in _internal(status)]
     if internal:
         who = "its fleet" if is_fleet else "this fabric"
@@ -45,7 +45,7 @@ def describe_bindings(config: KvloomConfig, statuses: Sequence[ProcessStatus], *
 
 
 def _internal(status: ProcessStatus) -> list[str]:
-    if status.role in ("shard", "safety", "control"):
+    if status.role in ("shard", "safety", "control", "orchestrator"):
         return [status.address] if status.address else []
     return [address for address in (status.internal_address, status.peer_address) if address]
 

@@ -37,7 +37,7 @@ class ChildSpec:
     """Says what to run, and how to find out that it is ready."""
 
     role: str
-    """"edge", "router", "shard", "safety", "control" or "redis"."""
+    """"edge", "router", "shard", "safety", "control", "orchestrator" or "redis"."""
     name: str
     argv: tuple[str, ...]
     """The command line. argv[0] is a path or a name in PATH."""
@@ -83,7 +83,7 @@ class Child:
         on_leaving: Callable[[Child], None] | None = None,
     ) -> None:
         """The process inherits `listener`, which the caller still owns. `on_leaving` is called when the process reports
-        that it no longer accepts connections from it. Raises OSError if the process cannot be launched."""
+        that it is about to accept no more connections from it. Raises OSError if the process cannot be launched."""
         self.spec = spec
         self.ends_for_good = False
         """True when the process has reported that no other one is to take its place."""

@@ -17,6 +17,10 @@ _STARTED_WITH: Final = [field for field in fields_of_model(BY_SHARDS) if field !
 """Fields that a model's shards read when they start, besides the settings of `shard`."""
 
 
+_SECRET_PARTS: Final = ("url", "secret", "password", "token", "key")
+"""Keys with these in their name may have passwords in their values."""
+
+
 class Change(NamedTuple):
     """One key that differs."""
 
@@ -39,6 +43,14 @@ def changes(old: KvloomConfig, new: KvloomConfig) -> list[Change]:
     before, after = models_by_key(old), models_by_key(new)
     of_models = [change for key in after if key in before for change in model_changes(key, before[key], after[key])]
     return [*plain, *of_models]
+
+
+def shown_value(config: KvloomConfig, key: str) -> str:
+    """The value of a key for people, without what may be a secret."""
+    value = value_of(config, key)
+    if isinstance(value, str) and value and any(part in key.rpartition(".")[2] for part in _SECRET_PARTS):
+        return "(not shown)"
+    return msgspec.json.encode(msgspec.to_builtins(value)).decode()
 
 
 def models_by_key(config: KvloomConfig) -> dict[str, ModelConfig]:

@@ -23,6 +23,7 @@ from tools.supervisor.config_changes import (
     model_changes,
     models_by_key,
     restart_command,
+    shown_value,
 )
 from tools.supervisor.models.adapters import UNLOAD_TIMEOUT_SECONDS, AdapterChanges
 from tools.supervisor.models.changes import ModelChanges
@@ -89,11 +90,7 @@ class ConfigReload:
     async def apply(self, file: Path | None, on_step: OnStep) -> dict[str, list[str]]:
         """Read the file again (or another one, from now on). Returns the processes that must be restarted for a key, by
         key; what no restart applies is reported. Raises CommandError; then nothing has changed."""
-        file = file or self.source.file
-        if file is None:
-            raise CommandError(
-                "`kvloom up` was started without --config: name a file with `kvloom reload --config FILE`"
-            )
+        file = self._chosen(file)
         given = await asyncio.to_thread(self.source.read, file)
         changed = self._changed(given)
         specs = self.plan(changed)
@@ -110,6 +107,36 @@ class ConfigReload:
             if change.key not in pending and change.key not in fixed:
                 on_step(f"{change.key}: {self._outcome(change)}")
         return pending
+
+    async def preview(self, file: Path | None, on_step: OnStep) -> None:
+        """Report what `apply` and `change_models` would change. Raises CommandError as `apply` does."""
+        given = await asyncio.to_thread(self.source.read, self._chosen(file))
+        self._check_same_processes(self.plan(self._changed(given)))
+        before = self.source.given
+        for change in changes(before, given):
+            values = "" if change.model else f"{shown_value(before, change.key)} -> {shown_value(given, change.key)}, "
+            on_step(f"{change.key}: {values}{self._remedy(change)}")
+        if self._takes_models:
+            old, new = models_by_key(before).keys(), models_by_key(given).keys()
+            for key in new - old:
+                on_step(f"models: {key} would be loaded")
+            for key in old - new:
+                on_step(f"models: {key} would be unloaded")
+
+    def _chosen(self, file: Path | None) -> Path:
+        """Raises CommandError."""
+        if chosen := file or self.source.file:
+            return chosen
+        raise CommandError("`kvloom up` was started without --config: name a file with `kvloom reload --config FILE`")
+
+    def _remedy(self, change: Change) -> str:
+        """Says how a change that was not made yet would take effect."""
+        if not change.readers:
+            return self._reload_of_model(change.model) if change.model else "needs kvloom down and up"
+        if change.readers == FOLLOWED.roles:
+            return "would be applied at once"
+        names = [status.name for status in self._statuses if self._reads(status, change)]
+        return f"would need {self.needed_restart(names)}" if names else "no process here reads it"
 
     def needed_restart(self, names: Sequence[str]) -> str:
         """The command that restarts these processes."""

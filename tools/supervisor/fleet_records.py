@@ -17,6 +17,7 @@ class FleetRecords:
     edges: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     safety: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     control: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
+    orchestrators: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     supervisors: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
     num_ignored: int = 0
     """Records that this fabric has not signed."""
@@ -28,9 +29,12 @@ class FleetRecords:
             "edge": self.edges,
             "safety": self.safety,
             "control": self.control,
+            "orchestrator": self.orchestrators,
         }
         return len(by_role[role])
 
     @property
     def num_usable(self) -> int:
-        return len(self.supervisors) + sum(map(self.num_of, ("shard", "router", "edge", "safety", "control")))
+        return len(self.supervisors) + sum(
+            map(self.num_of, ("shard", "router", "edge", "safety", "control", "orchestrator"))
+        )

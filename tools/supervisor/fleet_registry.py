@@ -18,27 +18,24 @@ class FleetRegistry:
         url, prefix = redis.url, redis.key_prefix
         self._shards = ShardRegistry(url, prefix, sealer)
         self._routers = RouterRegistry(url, prefix, sealer)
-        self._edges = ProcessRegistry(url, prefix, "edge", sealer)
-        self._safety = ProcessRegistry(url, prefix, "safety", sealer)
-        self._control = ProcessRegistry(url, prefix, "control", sealer)
+        self._services = [
+            ProcessRegistry(url, prefix, role, sealer) for role in ("edge", "safety", "control", "orchestrator")
+        ]
         self.supervisors = ProcessRegistry(url, prefix, "supervisor", sealer)
 
     async def read(self) -> FleetRecords:
         """Raises redis.exceptions.RedisError and OSError when the registry cannot be read."""
-        shards, routers, edges, safety, control, supervisors = await asyncio.gather(
+        shards, routers, (edges, safety, control, orchestrators, supervisors) = await asyncio.gather(
             self._shards.list_shards(),
             self._routers.list_routers(),
-            self._edges.list_records(),
-            self._safety.list_records(),
-            self._control.list_records(),
-            self.supervisors.list_records(),
+            asyncio.gather(*(one.list_records() for one in (*self._services, self.supervisors))),
         )
         num_ignored = sum(registry.num_ignored for registry in self._all)
-        return FleetRecords(shards, routers, edges, safety, control, supervisors, num_ignored)
+        return FleetRecords(shards, routers, edges, safety, control, orchestrators, supervisors, num_ignored)
 
     async def close(self) -> None:
         await asyncio.gather(*(registry.close() for registry in self._all))
 
     @property
     def _all(self) -> list[Registry[ShardRecord] | Registry[RouterRecord] | Registry[ProcessRecord]]:
-        return [self._shards, self._routers, self._edges, self._safety, self._control, self.supervisors]
+        return [self._shards, self._routers, *self._services, self.supervisors]

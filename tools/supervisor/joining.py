@@ -30,8 +30,10 @@ _MAX_PREFIX_CHARS: Final = 32
 def check_roles(config: KvloomConfig) -> None:
     """Raises CommandError for settings that only make sense with a fleet's Redis, or that contradict one another."""
     roles, possible = started_roles(config), possible_roles(config)
-    if "control" in config.fabric.roles and "control" not in possible:
-        raise CommandError("--role control needs --control: without it the fabric has no tenants (docs/tenancy.md)")
+    for role in ("control", "orchestrator"):
+        if role in config.fabric.roles and role not in possible:
+            lacks = "tenants (docs/operate/tenancy.md)" if role == "control" else "state (docs/how-to/stored-state.md)"
+            raise CommandError(f"--role {role} needs --{role}: without it the fabric has no {lacks}")
     if config.edge.colocate and "edge" not in roles:
         raise CommandError("--colocate puts a router into each edge: it needs --role edge")
     if config.redis.url:
@@ -39,10 +41,10 @@ def check_roles(config: KvloomConfig) -> None:
     if len(roles) < len(possible) and not (config.edge.colocate and set(possible) - set(roles) == {"router"}):
         raise CommandError(
             f"--role {' --role '.join(roles)} needs the Redis that this machine shares with the others of the fleet: "
-            "--join redis://HOST (docs/fleet.md)"
+            "--join redis://HOST (docs/operate/fleet.md)"
         )
     if config.fabric.advertised_host:
-        raise CommandError("--advertise is for a fleet: give its Redis by --join redis://HOST (docs/fleet.md)")
+        raise CommandError("--advertise is for a fleet: give its Redis by --join redis://HOST (docs/operate/fleet.md)")
 
 
 def complete_addresses(config: KvloomConfig, reporter: Reporter) -> None:
@@ -116,17 +118,22 @@ def check_secret(config: KvloomConfig, own_secret: Path) -> None:
     )
 
 
-def check_one_control(config: KvloomConfig, records: FleetRecords) -> None:
-    """Two control services with a SQLite database each would know different tenants. Raises CommandError."""
-    if "control" not in started_roles(config) or config.control.database_url.startswith("postgresql"):
-        return
+def check_one_database(config: KvloomConfig, records: FleetRecords) -> None:
+    """Two control services with a SQLite database each would know different tenants, and two orchestrators different
+    objects. Raises CommandError."""
     owner = name_owner(config.data_dir)
-    for name, record in records.control.items():
-        if record.owner != owner:
-            raise CommandError(
-                f"the fleet has a control service, {name} at {record.address}. Start this machine without one (--role "
-                "edge --role router ...), or give both one PostgreSQL database (control.database_url)"
-            )
+    for role, what, url, found in (
+        ("control", "a control service", config.control.database_url, records.control),
+        ("orchestrator", "an orchestrator", config.orchestrator.database_url, records.orchestrators),
+    ):
+        if role not in started_roles(config) or url.startswith("postgresql"):
+            continue
+        for name, record in found.items():
+            if record.owner != owner:
+                raise CommandError(
+                    f"the fleet has {what}, {name} at {record.address}. Start this machine without one (--role edge "
+                    f"--role router ...), or give both one PostgreSQL database ({role}.database_url)"
+                )
 
 
 async def check_fleet(config: KvloomConfig, trust: FabricTrust, reporter: Reporter) -> None:
@@ -141,7 +148,7 @@ async def check_fleet(config: KvloomConfig, trust: FabricTrust, reporter: Report
                 "machine the same one with --secret-file (or, for another fleet on the same Redis, another "
                 "redis.key_prefix)"
             )
-        check_one_control(config, records)
+        check_one_database(config, records)
         name = supervisor_name(config.fabric.name_prefix)
         holder = records.supervisors.get(name)
         if holder is None or holder.owner == name_owner(config.data_dir):

@@ -9,18 +9,20 @@ from typing import Final, NamedTuple
 
 from kvloom_common.config import KvloomConfig, ShardConfig
 from kvloom_common.models.configured import configured_models, model_label, shard_config
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec, launched_command
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
 
-STOP_ORDER: Final = ("edge", "router", "shard", "safety", "control", "redis")
+STOP_ORDER: Final = ("edge", "orchestrator", "router", "shard", "safety", "control", "redis")
 """From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
-ROLES: Final = ("edge", "router", "shard", "safety", "control")
+ROLES: Final = ("edge", "router", "shard", "safety", "control", "orchestrator")
 """The roles that a machine of a fleet can have."""
 
-_CONTROL_DRAIN_SECONDS: Final = 2.0
+_DATABASE_DRAIN_SECONDS: Final = 2.0
+"""How long the services with a database take to stop."""
 _STOP_MARGIN_SECONDS: Final = 5.0
 """The time after its own drain timeout before a process is killed."""
 
@@ -39,13 +41,11 @@ def plan_stages(
     edges get a socket for that port; otherwise they open the configured port themselves."""
     colocate = config.edge.colocate
     roles = started_roles(config)
-    drain = {
-        "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
-        "router": config.router.drain_timeout_seconds,
-        "shard": max(shard_config(config, model).drain_timeout_seconds for model in configured_models(config)),
-        "safety": config.safety.drain_timeout_seconds,
-        "control": _CONTROL_DRAIN_SECONDS,
-    }
+    seconds = config.fabric.drain_timeout_seconds
+    drain: dict[str, float] = dict.fromkeys(("edge", "router", "shard", "safety"), seconds)
+    drain |= dict.fromkeys(("control", "orchestrator"), _DATABASE_DRAIN_SECONDS)
+    if colocate:
+        drain["edge"] += seconds  # its router's requests end after its own
 
     def service(
         role: str,
@@ -103,6 +103,11 @@ def plan_stages(
     if "shard" in roles:
         for module, name, args, model, launcher in _shards(config, lambda name: metrics("shard", name)):
             services.append(service("shard", module, name, args, model=model, launcher=launcher))
+    if "orchestrator" in roles:
+        name = f"{prefix}orchestrator"
+        # As with control, its successor waits for it.
+        args = ("--share-port", *metrics("orchestrator", name))
+        services.append(service("orchestrator", "orchestrator", name, args))
     if "edge" in roles:
         module = "tools.colocated" if colocate else "edge_http"
         for name in numbered(f"{prefix}edge", config.edge.num_edges):
@@ -118,7 +123,8 @@ def started_roles(config: KvloomConfig) -> tuple[str, ...]:
 
 def possible_roles(config: KvloomConfig) -> tuple[str, ...]:
     """The roles that a fabric of this configuration has."""
-    return tuple(role for role in ROLES if role != "control" or config.control.enabled)
+    optional = {"control": config.control.enabled, "orchestrator": config.orchestrator.enabled}
+    return tuple(role for role in ROLES if optional.get(role, True))
 
 
 def supervisor_name(prefix: str) -> str:
@@ -143,7 +149,7 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
         ("safety", f"{prefix}safety"),
         *(("router", name) for name in routers),
         *(("edge", name) for name in edges),
-        *([("control", f"{prefix}control")] if config.control.enabled else []),
+        *((role, f"{prefix}{role}") for role in possible_roles(config) if role in ("control", "orchestrator")),
     ]
     order += [("shard", name) for module, name, *_ in _shards(config, lambda _: ()) if module == "shard_server"]
     roles = started_roles(config)
@@ -180,8 +186,8 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         # The shards of [model] have its name neither in theirs nor among their arguments.
         label = "" if model is config.model else model.name
         chosen = ("--model", label) if label else ()
-        num_shards, per_process = settings.num_started, settings.sim.shards_per_process
-        if settings.engine != "sim" or per_process == 1:
+        num_shards, per_process = settings.num_started, shards_per_process(settings)
+        if per_process == 1:
             for number in range(num_shards):
                 name = shard_name(number, prefix, label)
                 args = (*chosen, *_role(settings, number), *metrics(name))
@@ -199,7 +205,7 @@ def numbered(name: str, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
 
 
-RESTART_ORDER: Final = ("control", "safety", "shard", "router", "edge", "redis")
+RESTART_ORDER: Final = ("control", "safety", "shard", "router", "orchestrator", "edge", "redis")
 """From the inside to the edges, so that each process starts with the new versions of those that it depends on. Redis,
 which holds the registry of all processes, is last and only restarted if it is named."""
 

@@ -123,12 +123,6 @@ async def edges_without(statuses: Sequence[ProcessStatus], model: str, trust: Fa
     return [*filter(None, await asyncio.gather(*(edge_reason(status, trust, model) for status in running)))]
 
 
-async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -> bool:
-    """True when the router that serves its fabric at this address sees at least `num_shards` ready shards."""
-    num_ready = await num_ready_shards(address, trust)
-    return num_ready is not None and num_ready >= num_shards
-
-
 async def num_ready_shards(address: str, trust: FabricTrust) -> int | None:
     """None if the router does not answer."""
     models = await models_of(address, trust)

@@ -16,6 +16,7 @@ import psutil
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.models.configured import config_of_model
+from shard_server.engines.engine_kinds import engine_kind
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 from tools.supervisor.supervisor import Supervisor
@@ -48,8 +49,7 @@ def spare_of(spec: ChildSpec) -> ChildSpec | None:
 def no_room(config: KvloomConfig, status: ProcessStatus) -> str:
     """Why no spare can run beside the shard; "" if one can."""
     settings = config_of_model(config, status.model).shard
-    on_cpu = settings.engine == "sim" or (settings.engine == "torch" and settings.torch.device == "cpu")
-    if not on_cpu:
+    if not engine_kind(settings.engine).is_on_cpu(settings):
         return "the engine's device has room for one"
     try:
         needed = _MARGIN * psutil.Process(status.pid).memory_info().rss

@@ -43,7 +43,7 @@ class FabricState(msgspec.Struct, kw_only=True):
     rollouts: list[RolloutState] = []
     """Those that have not ended; not known from the file either."""
     brownouts: list[str] = []
-    """The models whose answers are degraded (docs/brownout.md); not known from the file either."""
+    """The models whose answers are degraded (docs/operate/brownout.md); not known from the file either."""
     alarms: list[str] = []
     """The processes that do not follow the table of tenants; not known from the file either."""
     warnings: list[str] = []

@@ -168,8 +168,9 @@ class SupervisedProcess:
         return self._replacement
 
     def _on_leaving(self, child: Child) -> None:
-        """Called when a process stops accepting connections. Its socket would collect them until it has exited. If it
-        was not this supervisor that stopped it, its siblings or else a successor must accept them from now on."""
+        """Called when a process is about to accept no more connections. Its socket would then collect them until it
+        has exited. If it was not this supervisor that stopped it, its siblings or else a successor must accept them
+        from now on."""
         if child is not self._child or not self.ready or self._replacement is not None:
             return
         self._restarts += 1

@@ -35,7 +35,7 @@ LIST_SECONDS: Final = 600.0
 
 @click.group()
 def usage() -> None:
-    """Show what tenants have used, and what it costs (docs/tenancy.md)."""
+    """Show what tenants have used, and what it costs (docs/operate/tenancy.md)."""
 
 
 def _filters(command):

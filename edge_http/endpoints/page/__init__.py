@@ -1,16 +1,20 @@
-"""The chat page and the reference page: static files that are kept in memory and load nothing from other hosts.
+"""The chat page, the reference page and the admin page: static files that are kept in memory and load nothing from
+other hosts.
 
 index.html   the page
 chat.js      its code
 markdown.js  shows the Markdown of answers
 stream.js    one streamed answer
 chat.css     its style
-favicon.svg  the icon of both pages
+favicon.svg  the icon of all pages
 docs.html    the reference page, which shows /openapi.json
 docs.js      its code
-docs.css     its style, besides that of the chat page
+docs.css     its style
+base.css     what it has in common with the admin page; dom.js as well
+admin.html   the admin page; admin.js is its frame, and admin_*.js are its parts
+admin.css    its style
 
-The folder vendored has marked and DOMPurify, with their licences (docs/third-party.md).
+The folder vendored has marked, DOMPurify and uPlot, with their licences (docs/reference/third-party.md).
 """
 
 from __future__ import annotations
@@ -42,6 +46,19 @@ DOCS_FILES: Final = {
     "/docs.js": ("docs.js", "text/javascript"),
 }
 """Those of the reference page."""
+ADMIN_FILES: Final = {
+    "/admin": ("admin.html", "text/html"),
+    "/base.css": ("base.css", "text/css"),
+    "/dom.js": ("dom.js", "text/javascript"),
+    "/admin.css": ("admin.css", "text/css"),
+    "/admin.js": ("admin.js", "text/javascript"),
+    "/admin_charts.js": ("admin_charts.js", "text/javascript"),
+    "/admin_requests.js": ("admin_requests.js", "text/javascript"),
+    "/admin_tenants.js": ("admin_tenants.js", "text/javascript"),
+    "/uplot.js": ("vendored/uplot.js", "text/javascript"),
+    "/uplot.css": ("vendored/uplot.css", "text/css"),
+}
+"""Those of the admin page. They hold no secrets: what the page shows, it asks for with its user's key."""
 _SECURITY_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -69,7 +86,7 @@ def _file_handler(name: str, content_type: str, *, is_docs: bool = False) -> Han
 
 
 PAGE_ROUTES: Final[Mapping[str, Handler]] = {
-    **{path: _file_handler(name, content_type) for path, (name, content_type) in PAGE_FILES.items()},
+    **{path: _file_handler(name, content_type) for path, (name, content_type) in {**PAGE_FILES, **ADMIN_FILES}.items()},
     **{path: _file_handler(name, content_type, is_docs=True) for path, (name, content_type) in DOCS_FILES.items()},
 }
 """Maps each path to its handler."""

@@ -34,16 +34,6 @@ async function main() {
   if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
 }
 
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== false) made.setAttribute(key, value === true ? "" : value);
-  }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
-}
-
 // A text whose `marked` parts are code.
 function prose(text) {
   return text.split("`").map((part, number) => (number % 2 ? element("code", {}, part) : part));
@@ -85,12 +75,6 @@ function resolved(schema) {
 }
 
 // -- fields --
-
-function table(label, head, rows) {
-  return element("div", {class: "scroll", tabindex: "0", role: "group", "aria-label": label}, element("table", {},
-    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {scope: "col"}, text)))),
-    element("tbody", {}, ...rows)));
-}
 
 function row(name, required, type, description) {
   const mark = required ? element("span", {class: "required"}, " required") : null;

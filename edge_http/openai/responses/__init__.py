@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, without state on the server: every request carries the whole conversation.
+"""OpenAI's Responses API. Without an orchestrator there is no state, and every request carries the whole conversation.
 
 requests.py         the body of POST /v1/responses, with its limits
 parameters.py       converts a body's parameters to the fabric's terms
@@ -7,4 +7,5 @@ input_items.py      converts the input to the messages of a conversation
 output_items.py     the output of a model as items: messages, reasoning and function calls
 response_object.py  the object that is the body, and part of the events that begin and end a stream
 formatter.py        the format of responses, streamed and complete
+steady_formatter.py  that of background responses, whose events follow from the output alone
 """

@@ -98,7 +98,9 @@ class ResponsesFormatter(ResponseFormatter):
         if events or not entries:
             return self._output(events, entries)
         if self._items and self._items[-1].kind is PartKind.TEXT:
-            return (self._delta(self._items[-1], "", entries),)
+            chunks: list[bytes] = []
+            self._add_delta(chunks, self._items[-1], "", entries)
+            return chunks
         if self._held or not self._items:
             self._held_logprobs.append(entries)
         return ()
@@ -123,13 +125,13 @@ class ResponsesFormatter(ResponseFormatter):
         if not self._items:
             self._begin(PartKind.TEXT, chunks)
             if self._held:
-                chunks.append(self._held_delta("", b""))
+                self._add_held_delta(chunks, "", b"")
         self._close(finish.reason, chunks)
         return chunks
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
         output = items_json(self._items, self._finish_reason)
-        ended = self._object.ended(self._finish_reason, output, usage(), details)
+        ended = self._object.ended(self._finish_reason, output, usage(), details, self.moderation)
         return (self._event(_ENDINGS[status_of(self._finish_reason)], b',"response":', *ended, b"}"),)
 
     def error(self, error: KvloomError) -> bytes:
@@ -144,7 +146,7 @@ class ResponsesFormatter(ResponseFormatter):
     def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
         [choice] = choices
         output = items_json(collected_items(self._envelope.id, choice, self._client_tools), choice.finish_reason)
-        return self._object.ended(choice.finish_reason, output, usage, details)
+        return self._object.ended(choice.finish_reason, output, usage, details, self.moderation)
 
     def _output(self, events: Sequence[Event], logprobs: bytes) -> Sequence[bytes]:
         chunks: list[bytes] = []
@@ -166,31 +168,31 @@ class ResponsesFormatter(ResponseFormatter):
         if item.tool.is_custom:  # its text is sent when it is whole
             item.content += encode_json(text)[1:-1]
         else:
-            chunks.append(self._delta(item, text))
+            self._add_delta(chunks, item, text)
 
     def _text(self, text: str, logprobs: bytes, chunks: list[bytes]) -> None:
         if self._items and self._items[-1].kind is PartKind.TEXT:
-            chunks.append(self._delta(self._items[-1], text, logprobs))
+            self._add_delta(chunks, self._items[-1], text, logprobs)
         elif not text.strip(WHITE_SPACE):
             self._held += text
             self._held_logprobs += [logprobs] if logprobs else []
         else:
             self._begin(PartKind.TEXT, chunks)
-            chunks.append(self._held_delta(text, logprobs))
+            self._add_held_delta(chunks, text, logprobs)
 
     def _reasoning(self, text: str, chunks: list[bytes]) -> None:
         if self._items and self._items[-1].kind is PartKind.REASONING:
             self._drop_held()
         else:
             self._begin(PartKind.REASONING, chunks)
-        chunks.append(self._delta(self._items[-1], text))
+        self._add_delta(chunks, self._items[-1], text)
 
-    def _held_delta(self, text: str, logprobs: bytes) -> bytes:
+    def _add_held_delta(self, chunks: list[bytes], text: str, logprobs: bytes) -> None:
         """The first delta of a message."""
         text = self._held + text
         logprobs = b",".join([*self._held_logprobs, logprobs] if logprobs else self._held_logprobs)
         self._drop_held()
-        return self._delta(self._items[-1], text, logprobs)
+        self._add_delta(chunks, self._items[-1], text, logprobs)
 
     def _drop_held(self) -> None:
         self._held = ""
@@ -231,6 +233,9 @@ class ResponsesFormatter(ResponseFormatter):
         status = item.final_status(finish_reason, is_last=True)
         ended = b',"output_index":%d,"item":' % item.index
         chunks.append(self._event(_ITEM_DONE, ended, *item.json(status), b"}"))
+
+    def _add_delta(self, chunks: list[bytes], item: OutputItem, text: str, logprobs: bytes = b"") -> None:
+        chunks.append(self._delta(item, text, logprobs))
 
     def _delta(self, item: OutputItem, text: str, logprobs: bytes = b"") -> bytes:
         """The hot path."""

@@ -77,6 +77,7 @@ class ReasoningItem(Item, kw_only=True):
 class _Kind(msgspec.Struct):
     type: str | None = None
     role: str = ""
+    id: str | None = None
 
 
 _KIND: Final = msgspec.json.Decoder(_Kind)
@@ -88,9 +89,15 @@ _CALL_KIND: Final = "_call"
 _OUTPUT_KIND: Final = "_call_output"
 
 
-def conversation(given: str | Sequence[msgspec.Raw], instructions: str | None) -> list[ChatMessage]:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    messages = [ChatMessage("user", given)] if isinstance(given, str) else _Items().messages(given)
+def conversation(
+    given: str | Sequence[msgspec.Raw], instructions: str | None, earlier: Sequence[msgspec.Raw] = ()
+) -> list[ChatMessage]:
+    """`earlier`: stored items, which come before what is given. Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER) that names the field."""
+    if isinstance(given, str):
+        messages = [*_Items(len(earlier)).messages(earlier), ChatMessage("user", given)]
+    else:
+        messages = _Items(len(earlier)).messages([*earlier, *given])
     if not messages:
         raise invalid_argument("input has nothing that the model could read.", "input")
     if not instructions:
@@ -99,6 +106,21 @@ def conversation(given: str | Sequence[msgspec.Raw], instructions: str | None) -
     while messages and messages[0].role == "system":
         instructions = f"{instructions}\n\n{messages.pop(0).content}"
     return [ChatMessage("system", instructions), *messages]
+
+
+def check_items(given: Sequence[msgspec.Raw], field: str) -> None:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) for items that no response could be given."""
+    _Items(field=field).messages(given)
+
+
+def references_in(given: str | Sequence[msgspec.Raw]) -> dict[int, str]:
+    """The ids of the stored items to which an input refers, by their places."""
+    found: dict[int, str] = {}
+    for number, raw in enumerate(() if isinstance(given, str) else given):
+        kind = decode_body(_KIND, raw, f"input[{number}]")
+        if kind.type == "item_reference" and kind.id:
+            found[number] = kind.id
+    return found
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,16 +139,20 @@ class _Turn:
 class _Items:
     """Puts messages together, item by item."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_earlier: int = 0, field: str = "input") -> None:
+        """The first `num_earlier` items are not the caller's, who counts the others from 0."""
+        self._num_earlier = num_earlier
+        self._field = field
         self._messages: list[ChatMessage] = []
         self._turn = _Turn()
         self._calls = KnownCalls()
 
     def messages(self, items: Sequence[msgspec.Raw]) -> list[ChatMessage]:
-        kinds = [decode_body(_KIND, raw, f"input[{number}]") for number, raw in enumerate(items)]
+        names = [f"{self._field}[{number - self._num_earlier}]" for number in range(len(items))]
+        kinds = [decode_body(_KIND, raw, name) for raw, name in zip(items, names, strict=True)]
         asked = asked_message([kind.role for kind in kinds])
         for number, (raw, kind) in enumerate(zip(items, kinds, strict=True)):
-            self._add(raw, kind.type or "message", f"input[{number}]", is_asked=number == asked)
+            self._add(raw, kind.type or "message", names[number], is_asked=number == asked)
         self._end_turn()
         return self._messages
 

@@ -72,8 +72,11 @@ def text_guide(body: ResponsesBody) -> BodyGuide | None:
     return BodyGuide(guide, field)
 
 
-def echo_of(body: ResponsesBody, given: ResponseTools, defaults: SamplingParams | None = None) -> bytes:
-    """The JSON object of what the response repeats of the request. `defaults` are the model's."""
+def echo_of(
+    body: ResponsesBody, given: ResponseTools, defaults: SamplingParams | None = None, state: Json | None = None
+) -> bytes:
+    """The JSON object of what the response repeats of the request. `defaults` are the model's. `state`: what it says
+    of stored objects; None: there are none."""
     defaults = defaults or SamplingParams()
     reasoning = body.reasoning
     fields: Json = {
@@ -102,6 +105,7 @@ def echo_of(body: ResponsesBody, given: ResponseTools, defaults: SamplingParams 
         "top_p": _effective(body.top_p, defaults, "top_p", DEFAULT_TOP_P),
         "truncation": "disabled",
         "user": body.user,
+        **(state or {}),
     }
     return encode_json(fields)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules, Refused
-from edge_http.openai.requests import Body, OpenStruct, ReasoningEffort, ServiceTier, StreamOptions
+from edge_http.openai.requests import (
+    Body,
+    InlineModeration,
+    OpenStruct,
+    ReasoningEffort,
+    ServiceTier,
+    StreamOptions,
+)
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom_common.models.model_routes import MAX_CANDIDATES
@@ -24,10 +31,11 @@ _REFUSED: Final = {
     "context_management": Refused(),
     "conversation": _NO_STATE,
     "image": Refused(),
-    "moderation": Refused(),
     "previous_response_id": _NO_STATE,
     "prompt": Refused(),
 }
+_NEED_STATE: Final = ("background", "conversation", "previous_response_id")
+_STORED_REFUSED: Final = {name: why for name, why in _REFUSED.items() if name not in _NEED_STATE}
 
 
 class TextFormat(Body, kw_only=True):
@@ -96,11 +104,15 @@ class ResponsesBody(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
+    moderation: InlineModeration | None = None
+    safety_identifier: str | None = None
+    """The caller's user, for the statistics of the safety policy."""
+    guardrails: list[str] | None = None
+    """An extension, as LiteLLM names it: rules of the safety policy that hold besides those that hold anyway."""
     service_tier: ServiceTier | None = None
     """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
     user: str | int | None = None
     """Without effect, like the next ones."""
-    safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
@@ -114,7 +126,51 @@ class ResponsesBody(Body, kw_only=True):
         return self.include is not None and LOGPROBS in self.include
 
 
+_B = TypeVar("_B", bound=ResponsesBody)
+
+
+class ConversationName(Body, kw_only=True):
+    id: str
+    """That of the conversation."""
+
+
+class BackgroundOptions(Body, kw_only=True):
+    completion_window: Literal["soonest", "2h", "8h"] | None = None
+    """"2h" and "8h" are of the class `batch`: generated with what others leave, and not streamed."""
+
+
+class StoredResponsesBody(ResponsesBody, kw_only=True):
+    """A body where an orchestrator stores responses."""
+
+    previous_response_id: str | None = None
+    """The response that this one follows. It needs an orchestrator, like the next two."""
+    conversation: str | ConversationName | None = None
+    """The conversation that it belongs to: its items come before the input, and it gets the input and the output."""
+    background: bool | None = None
+    """True: it is answered at once with a response that is queued, and generated whatever becomes of the client."""
+    background_options: BackgroundOptions | None = None
+    """When it is generated."""
+    store: bool | None = None
+    """True, unless it is false: the response can be found again."""
+
+    @property
+    def conversation_id(self) -> str:
+        given = self.conversation
+        return given.id if isinstance(given, ConversationName) else given or ""
+
+    @property
+    def has_time(self) -> bool:
+        """True when others come first."""
+        options = self.background_options
+        return options is not None and options.completion_window in ("2h", "8h")
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+
 _READER: Final = BodyReader(ResponsesBody, _REFUSED)
+_STORED_READER: Final = BodyReader(StoredResponsesBody, _STORED_REFUSED)
 
 
 def decode_responses(
@@ -124,6 +180,27 @@ def decode_responses(
     body = _READER.read(raw, rules, headers)
     if body.store:
         raise _NO_STATE.error("store")
+    return _checked(body, max_items)
+
+
+def decode_stored(
+    raw: bytes, max_items: int, rules: FieldRules = LENIENT, headers: Mapping[str, str] = NO_HEADERS
+) -> StoredResponsesBody:
+    """Decodes a body as `decode_responses` does, where an orchestrator stores responses."""
+    body = _STORED_READER.read(raw, rules, headers)
+    if body.conversation_id and body.previous_response_id:
+        raise invalid_argument("Give either conversation or previous_response_id.", "conversation")
+    if (body.conversation_id or body.background) and not body.is_stored:
+        what = "background" if body.background else "a conversation"
+        raise invalid_argument(f"A response of {what} is stored: store cannot be false.", "store")
+    if body.background_options is not None and not body.background:
+        raise invalid_argument("background_options goes only with background: true.", "background_options")
+    if body.has_time and body.stream:
+        raise invalid_argument("stream goes only with the completion_window soonest.", "stream")
+    return _checked(body, max_items)
+
+
+def _checked(body: _B, max_items: int) -> _B:
     if not body.input:
         raise invalid_argument("input must not be empty.", "input")
     if not isinstance(body.input, str) and len(body.input) > max_items:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
-from edge_http.formatting.response_formatter import Envelope
+from edge_http.formatting.response_formatter import Envelope, InlineResults
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -34,10 +34,20 @@ class ResponseObject:
         )[:-1]
         self._echo = echo[1:]
 
+    def queued(self) -> bytes:
+        return b"".join(self._pieces("queued", ()))
+
     def begun(self) -> bytes:
         return b"".join(self._pieces("in_progress", ()))
 
-    def ended(self, finish_reason: str, output: Sequence[Buffer], usage: Usage, details: Json | None) -> list[Buffer]:
+    def ended(
+        self,
+        finish_reason: str,
+        output: Sequence[Buffer],
+        usage: Usage,
+        details: Json | None,
+        moderation: InlineResults | None = None,
+    ) -> list[Buffer]:
         """The pieces of a response whose output is whole, or was cut off."""
         incomplete = _INCOMPLETE.get(finish_reason)
         completed_at = int(time.time()) if incomplete is None else None
@@ -48,6 +58,7 @@ class ResponseObject:
             incomplete_details=None if incomplete is None else {"reason": incomplete},
             usage=usage_object(usage),
             details=details,
+            moderation=moderation and {"input": _result(moderation.input), "output": _result(moderation.output)},
         )
 
     def failed(self, error: KvloomError, output: Sequence[Buffer]) -> bytes:
@@ -63,6 +74,7 @@ class ResponseObject:
         incomplete_details: Json | None = None,
         usage: Json | None = None,
         details: Json | None = None,
+        moderation: Json | None = None,
     ) -> list[Buffer]:
         state: Json = {
             "status": status,
@@ -73,8 +85,15 @@ class ResponseObject:
         }
         if details:
             state["kvloom"] = details
+        if moderation:
+            state["moderation"] = moderation
         before = b'%b,%b,"output":[' % (self._head, encode_json(state)[1:-1])
         return [before, *output, b"]," + self._echo]
+
+
+def _result(results: Json) -> Json:
+    """A response has one result where others have a list."""
+    return results["results"][0] if "results" in results else results
 
 
 def status_of(finish_reason: str) -> str:

@@ -22,8 +22,8 @@ import uvloop
 from kvloom_common.addresses import join_address
 from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.bench.data_plane.workloads import Workload, request_bodies
+from lab.process_counters import context_switches, cpu_microseconds, rss_bytes
 from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
-from tools.process_counters import context_switches, cpu_microseconds, rss_bytes
 
 BEGUN: Final = b"begun\n"
 """The line that is printed when the first request has been answered."""

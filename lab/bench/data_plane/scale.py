@@ -26,7 +26,7 @@ from lab.bench.data_plane.run import (
     warm_ups,
 )
 from lab.bench.data_plane.workloads import Workload
-from tools.process_counters import cpu_microseconds, rss_bytes
+from lab.process_counters import cpu_microseconds, rss_bytes
 from tools.supervisor.child_fabric import child_fabric
 
 MAX_SHARD_PROCESSES: Final = 4

@@ -68,7 +68,7 @@ def _gate(config: KvloomConfig, is_on: bool) -> None:
 
 
 def _stay_on_cpus(config: KvloomConfig, is_on: bool) -> None:
-    config.edge.is_pinned_to_cpu = config.router.is_pinned_to_cpu = is_on
+    config.fabric.is_pinned_to_cpu = is_on
 
 
 def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Variants:

@@ -31,7 +31,7 @@ def bench_engine_peers(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure our engine and others in turn: bf16, float32 or int8 of ours, vllm, llamacpp and more, by commas."""
+    """Measure our engine and others in turn: bf16, float32, int8, packed of ours, vllm, llamacpp, by commas."""
     chosen = [name.strip() for name in names.split(",")]
     if unknown := set(chosen) - set(CHOICES):
         raise CommandError(f"there are {', '.join(CHOICES)}, not {', '.join(sorted(unknown))}")

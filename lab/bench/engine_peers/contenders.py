@@ -36,6 +36,8 @@ class EnginePeer(msgspec.Struct, frozen=True):
     wants_gguf: bool
     unwanted: Sequence[str] = ()
     """Dependencies that it does not need and that keep it from loading beside a torch for CPUs."""
+    also: Sequence[str] = ()
+    """Requirements of the process that runs it."""
 
     @property
     def folder(self) -> str:
@@ -65,7 +67,7 @@ def install(
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--quiet")
     commands: list[tuple[str, ...]] = [
         (sys.executable, "-m", "venv", str(home)),
-        (*pip, "install", "--only-binary", ":all:", peer.requirement),
+        (*pip, "install", "--only-binary", ":all:", peer.requirement, *peer.also),
     ]
     if peer.unwanted:
         commands.append((*pip, "uninstall", "--yes", *peer.unwanted))
@@ -129,14 +131,18 @@ class ContenderProcess:
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, timeout_seconds: float) -> list[list[float]]:
         """Return the seconds from the order to each token of each answer. Raises ContenderError."""
+        return self.ask({"prompts": prompts, "max_tokens": max_tokens}, timeout_seconds, "times")["times"]
+
+    def ask(self, order: Mapping[str, Any], timeout_seconds: float, *keys: str) -> dict[str, Any]:
+        """The answer to an order, which has these keys. Raises ContenderError."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             self._kill()
             raise ContenderError(self._last_words()) from error
-        return self._read(timeout_seconds, "times")["times"]
+        return self._read(timeout_seconds, *keys)
 
     def rss_bytes(self) -> int:
         """Resident memory of the process and of all that it started."""

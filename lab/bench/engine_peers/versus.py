@@ -30,6 +30,7 @@ OWN_SETTINGS: Final[dict[str, dict[str, str]]] = {
     "bf16": {"dtype": "bfloat16", "weights": "dtype"},
     "float32": {"dtype": "float32", "weights": "dtype"},
     "int8": {"weights": "int8"},
+    "packed": {"weights": "packed"},
 }
 """Names for our own engine with other keys of `shard.torch` than the default ones."""
 CHOICES: Final = (*OWN_SETTINGS, *ENGINE_PEERS)

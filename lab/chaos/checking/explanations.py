@@ -11,6 +11,7 @@ from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict, Finding
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall
 from lab.chaos.clients.transcript import AnswerEnd, Transcript
 from lab.chaos.fabric.faults import Disturbance, FaultKind
+from router.core.relay.lifecycle import MAX_STRIKES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class FleetSize:
     """The models of shards, by name. It may be empty if there is only one."""
 
 
-_ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full"})
+_ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full", "request_quarantined"})
 _LOST_ROUTER: Final = frozenset({"router_unavailable", "no_shard_ready", "model_not_found", "draining", "queue_full"})
 _LOST_EVENTS: Final = frozenset({"not_found", "events_gone"})
 _WITHOUT_CONTROL: Final = frozenset({"budget_unavailable", "auth_unavailable", "invalid_api_key"})
@@ -92,7 +93,7 @@ def is_explained(
     if code not in _ALL_SHARDS:
         return False
     struck = by_part.get("shard", []) + by_part.get("link", [])
-    attempts_used_up = len(struck) >= fleet.max_attempts
+    attempts_used_up = len(struck) >= (MAX_STRIKES if code == "request_quarantined" else fleet.max_attempts)
     return attempts_used_up or _is_none_left(struck, restarted.get("shard", set()), fleet.num_shards)
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from tools.process_counters import rss_bytes
+from lab.process_counters import rss_bytes
 from tools.supervisor.supervised_process import ProcessStatus
 
 SAMPLE_SECONDS: Final = 5.0

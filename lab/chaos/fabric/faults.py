@@ -165,7 +165,7 @@ _MIN_HANG_SECONDS: Final = 0.5
 _MAX_HANG_SECONDS: Final = 4.0
 LONG_HANG_SHARE: Final = 0.35
 _LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
-"""Longer than a process may be silent before the others continue without it (docs/reliability.md)."""
+"""Longer than a process may be silent before the others continue without it (docs/operate/reliability.md)."""
 _LASTING: Final = frozenset({"hang", "stall", "surround", "unload", "sleep"})
 _NEIGHBOUR_SECONDS: Final = (6.0, 12.0)
 """Its slower attacks take some seconds."""

@@ -20,7 +20,7 @@ from lab.chaos.tenants.trespass import Trespass
 from tools.usage.reconcile import Reconciliation
 
 REVOCATION_SECONDS: Final = 1.0
-"""Within which a revoked key is refused everywhere (docs/security.md)."""
+"""Within which a revoked key is refused everywhere (docs/operate/security.md)."""
 RECONNECTED_SECONDS: Final = 2.0
 """The same, after an edge, a router or the control service is back."""
 _DELAYS_REVOCATION: Final = frozenset(

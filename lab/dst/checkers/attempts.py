@@ -24,7 +24,7 @@ from router.core.actions import (
     SubmitAttempt,
 )
 from router.core.events import ChoiceSpec, Event, StepArrived
-from router.core.relay.lifecycle import MAX_MOVES
+from router.core.relay.lifecycle import MAX_MOVES, MAX_STRIKES
 
 _OVERDUE: Final = (ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT)
 
@@ -188,6 +188,8 @@ class AttemptsContinue(Checker):
             moves_too_often = choice.num_moves > MAX_MOVES and not observed.had_notice
             if choice.num_failures >= node.config.max_attempts or moves_too_often:
                 self.fail(f"{attempt.request.request_id} has more than {node.config.max_attempts} attempts")
+            if choice.num_strikes >= MAX_STRIKES:
+                self.fail(f"{attempt.request.request_id} was sent to a third shard after two have died with it")
             if [*choice.spec.output_token_ids, *choice.emitted] != list(spec.output_token_ids):
                 self.fail(f"{attempt.request.request_id} does not continue after what was emitted")
 

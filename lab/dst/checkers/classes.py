@@ -1,14 +1,15 @@
 """Declared classes: none starves, floors hold, and scheduling ends no answer."""
+# ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from lab.dst.checker import Checker
 from lab.dst.observed import AttemptDeparture, ObservedChoice, ObservedRequest, State, eligible
 from lab.dst.views import SimulatedRouterView
-from router.core.actions import SubmitAttempt
+from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import class_of
 from router.core.frames import Finish
 
@@ -17,48 +18,105 @@ _FOR_WANT_OF_A_SHARD: Final = (
     ErrorReason.ERROR_REASON_SHARD_LOST,
     ErrorReason.ERROR_REASON_NO_SHARD_READY,
 )
-MAX_PASSED: Final = 25
-"""How many requests of other classes may be dispatched while one waits that counts as urgent as any. Classes share by
-weight then, in tokens: of a few requests, all may be those of the heavier class."""
+MAX_PASSED: Final = 16
+"""How many requests of classes that are ahead may be dispatched while one waits that counts as urgent as any: the
+output of a running request is counted late, and a retry need not wait for its turn."""
+OUTPUT_TOKEN_WEIGHT: Final = 2.0
+"""How much more than a token of a prompt it counts."""
 
 
 class ClassesAge(Checker):
-    """A request that has waited so long that it counts as urgent as any is passed by few requests of other classes. Not
-    checked where floors or tenants that compete may keep it from a shard, nor under a policy that holds requests back,
-    whose queues cannot be seen."""
+    """A request that has waited so long that it counts as urgent as any is passed by few requests of the classes that
+    are ahead of its own. Classes share by weight then, in tokens, and each is dispatched with the least service of
+    all: until a class has had as much as another since the other's last turn, it is not ahead. Not checked where floors
+    or tenants that compete may keep a request from a shard, nor under a policy that holds requests back, whose queues
+    cannot be seen."""
 
     invariant = "classes_age"
 
     def __init__(self) -> None:
-        self._num_passed: dict[tuple[SimulatedRouterView, str, str], int] = {}
+        self._num_passed: dict[_Class, int] = {}
+        self._service: dict[_Class, float] = {}
+        self._num_counted: dict[ObservedRequest, int] = {}
+        """Tokens of answers that are in `_service`."""
+        self._at_last_turn: dict[_Class, dict[str, float]] = {}
+        """By class: the service of every class at its last turn."""
 
     def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
-        classes = node.config.classes
-        if observed is None or node.holds_requests or not classes or any(one.reserved_share for one in classes):
+        if observed is None or not _shares_by_weight(node):
             return
-        own, model = class_of(observed.request), observed.request.model
-        self._num_passed.pop((node, model, own.name), None)
-        if observed is node.witness.arriving or observed.num_attempts:
-            return
-        passed: set[str] = set()
+        for live in node.witness.live.values():
+            self._count_output(node, live)
+        own = _class_of(node, observed)
+        names = [one.name for one in node.config.classes]
+        services = {name: self._service.get(own._replace(name=name), 0.0) for name in names}
+        if observed is not node.witness.arriving and not observed.num_attempts:
+            self._pass_others(node, own, attempt, services)
+        self._num_passed.pop(own, None)
+        self._at_last_turn[own] = services
+        num_prefill = len(observed.request.prompt_token_ids) - attempt.num_expected_cached_tokens
+        self._serve(own, observed, 0 if observed.num_attempts else max(1, num_prefill))
+
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        if observed is not None and _shares_by_weight(node):
+            self._count_output(node, observed)
+            self._num_counted.pop(observed, None)
+
+    def _pass_others(
+        self, node: SimulatedRouterView, own: _Class, attempt: SubmitAttempt, services: dict[str, float]
+    ) -> None:
+        passed: set[_Class] = set()
         for other in node.witness.waiting():
-            its = class_of(other.request)
+            its, model = class_of(other.request), other.request.model
             waited_seconds = node.now - other.arrived_at
-            if its.name == own.name or other.request.model != model or its.rank_after(waited_seconds) > 0:
+            if its.name == own.name or model != own.model or its.rank_after(waited_seconds) > 0:
                 continue
-            shards = eligible(node.witness.shards, other)
+            its_class = own._replace(name=its.name)
+            before = self._at_last_turn.get(its_class, {})
+            ahead = [services[name] - before.get(name, 0.0) for name in (own.name, its.name)]
+            if ahead[0] <= ahead[1]:
+                continue
             fairness = node.config.fairness
             if any(
                 shard.description.shard_id == attempt.shard_id
                 and not shard.may_be_left_free(other.request.tenant, fairness)
-                for shard in shards
+                for shard in eligible(node.witness.shards, other)
             ):
-                passed.add(its.name)
-        for name in passed:
-            key = (node, model, name)
-            count = self._num_passed[key] = self._num_passed.get(key, 0) + 1
+                passed.add(its_class)
+        for one in passed:
+            count = self._num_passed[one] = self._num_passed.get(one, 0) + 1
             if count > MAX_PASSED:
-                self.fail(f"the class {name} waits on {node.name} while {count} requests of others were served")
+                self.fail(
+                    f"the class {one.name} waits on {node.name} while {count} requests of others were served that had "
+                    "had more"
+                )
+
+    def _count_output(self, node: SimulatedRouterView, observed: ObservedRequest) -> None:
+        num_emitted = sum(len(choice.emitted) for choice in observed.choices)
+        num_new = num_emitted - self._num_counted.get(observed, 0)
+        if num_new:
+            self._num_counted[observed] = num_emitted
+            self._serve(_class_of(node, observed), observed, OUTPUT_TOKEN_WEIGHT * num_new)
+
+    def _serve(self, own: _Class, observed: ObservedRequest, service: float) -> None:
+        self._service[own] = self._service.get(own, 0.0) + service / class_of(observed.request).weight
+
+
+class _Class(NamedTuple):
+    """Requests of one class for one model."""
+
+    node: SimulatedRouterView
+    model: str
+    name: str
+
+
+def _class_of(node: SimulatedRouterView, observed: ObservedRequest) -> _Class:
+    return _Class(node, observed.request.model, class_of(observed.request).name)
+
+
+def _shares_by_weight(node: SimulatedRouterView) -> bool:
+    classes = node.config.classes
+    return bool(classes) and not node.holds_requests and not any(one.reserved_share for one in classes)
 
 
 class FloorsKept(Checker):

@@ -15,6 +15,7 @@ from lab.dst.views import AnswerView, SimulatedRouterView, WorldView
 from router.core.actions import Action, RequestEnded
 from router.core.events import Event, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish
+from router.core.relay.lifecycle import MAX_STRIKES
 
 
 class EndsOnce(Checker):
@@ -177,4 +178,5 @@ _CAUSES: Final[dict[int, Callable[[SimulatedRouterView, ObservedChoice], bool]]]
     ErrorReason.ERROR_REASON_DRAINING: lambda node, choice: node.is_draining or _failed_everywhere(node, choice),
     ErrorReason.ERROR_REASON_SHARD_LOST: _failed_everywhere,
     ErrorReason.ERROR_REASON_ENGINE_FAILED: _failed_everywhere,
+    ErrorReason.ERROR_REASON_REQUEST_QUARANTINED: lambda _node, choice: choice.num_strikes >= MAX_STRIKES,
 }

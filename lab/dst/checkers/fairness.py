@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom_common.config import FairnessConfig
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
 from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SequencesPreempted, SubmitAttempt
 from router.core.events import Event
+from router.core.rule_settings import FairnessSettings
 
 
 class PreemptionsJustified(Checker):
@@ -50,7 +50,7 @@ class PreemptionsJustified(Checker):
         shard: ObservedShard,
         preempted: SequencesPreempted,
         chosen: list[ObservedChoice],
-        fairness: FairnessConfig,
+        fairness: FairnessSettings,
     ) -> bool:
         """True when blocks are short, and the tenant has more than its share without all but one of those chosen."""
         tenants = {choice.request.request.tenant if choice else None for choice in shard.open.values()}

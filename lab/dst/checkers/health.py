@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvloom_common.config import HealthConfig
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedShard, State, eligible
 from lab.dst.views import SimulatedRouterView
@@ -15,6 +14,7 @@ from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthState, check_seconds
 from router.core.health.departing_shards import CHECK_SECONDS
 from router.core.relay.lifecycle import MAX_MOVES
+from router.core.rule_settings import HealthSettings
 
 STALLS: Final = 3.0
 SLACK_SECONDS: Final = 0.5
@@ -135,7 +135,7 @@ class DrainedShardsEmpty(Checker):
             has_to_leave = shard.empty_by is not None and shard.empty_by <= node.now
             if not shard.hands_over and not has_to_leave:
                 continue
-            max_seconds = 2 * check_seconds(node.config.health or HealthConfig())
+            max_seconds = 2 * check_seconds(node.config.health or HealthSettings())
             if has_to_leave:  # there is little time before it ends
                 max_seconds = 1.25 * CHECK_SECONDS
             for slot in shard.open:

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest, State, eligible
 from lab.dst.views import SimulatedRouterView
 from router.core.actions import Action, SubmitAttempt
-from router.core.dispatch.dispatch_queue import REPLACE_SECONDS
+from router.core.dispatch.idle_bound import MAX_IDLE_WAIT_SECONDS, waits_too_long
 from router.core.events import Event, TierRank, class_of
-
-MAX_IDLE_WAIT_SECONDS: Final = 2 * REPLACE_SECONDS
-"""A request that waits is placed again between one and two periods after the last time."""
 
 
 class NoIdleWait(Checker):
@@ -65,14 +62,14 @@ class NoWaitBesideIdle(Checker):
             self._since = {key: at for key, at in before.items() if key[0] is not node}
         for observed, idle in waiting.items():
             since = self._since[node, observed] = before.get((node, observed), node.now)
-            seconds = node.now - since - MAX_IDLE_WAIT_SECONDS
-            if seconds <= 0:
+            seconds = node.now - since
+            if seconds <= MAX_IDLE_WAIT_SECONDS:
                 continue
             plan = node.core.plan(observed.request, node.now)
             own = [one.predicted_ttft_seconds for one in plan.shards if one.shard_id in idle]
-            if own and seconds > min(own):
+            if own and waits_too_long(seconds, min(own)):
                 name, others = observed.request.request_id, ", ".join(sorted(idle))
-                self.fail(f"{name} waits for {node.now - since:.3f} s beside {others}, where it takes {min(own):.3f} s")
+                self.fail(f"{name} waits for {seconds:.3f} s beside {others}, where it takes {min(own):.3f} s")
 
 
 def idle_for(node: SimulatedRouterView, observed: ObservedRequest) -> set[str]:

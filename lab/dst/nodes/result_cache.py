@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from kvloom_common.config import ResultCacheConfig
 from lab.dst import script
 from router.core.events import Request
-from router.fingerprints import ModelFingerprint
-from router.result_cache.cache import ResultCache
-from router.result_cache.stored_answer import StoredChoice
-from router.result_recorder import ResultRecorder
+from router.features.fingerprints import ModelFingerprint
+from router.features.result_cache.cache import ResultCache
+from router.features.result_cache.stored_answer import StoredChoice
+from router.features.result_recorder import ResultRecorder
 
 TTL_SECONDS = 2.0
 
 
 def new_keeper(policy_revision: Callable[[], str | None], now: Callable[[], float]) -> ResultRecorder:
     """With a cache so small that answers are evicted, and expire."""
-    config = ResultCacheConfig(enabled=True, ttl_seconds=TTL_SECONDS, max_entries=6)
-    cache = ResultCache(config, b"", _pieces, key_of=_key)
+    config = ResultCacheConfig(enabled=True, ttl_seconds=TTL_SECONDS)
+    cache = ResultCache(config, b"", _pieces, key_of=_key, max_entries=6)
     return ResultRecorder(cache, None, policy_revision, now)
 
 

@@ -50,7 +50,7 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core.placement import POLICIES
-from router.result_recorder import ResultRecorder
+from router.features.result_recorder import ResultRecorder
 
 MIN_TICK_SECONDS = 0.001
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from lab.dst.environment import Environment
 from lab.dst.views import RouterProcess
 from router.core.actions import RequestEnded
@@ -25,7 +25,7 @@ class RouterCounters:
         labels = {
             "error_type": error_type.removeprefix("ERROR_REASON_").lower(),
             "model": ended.model,
-            "outcome": FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower(),
+            "outcome": FINISH_REASON_NAMES[ended.reason],
         }
         self.by_router.setdefault(router, Counter())[f"{REQUESTS}_total", tuple(sorted(labels.items()))] += 1
 

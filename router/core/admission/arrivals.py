@@ -11,7 +11,6 @@ from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
 from router.core.admission.objectives_guard import ObjectivesGuard
 from router.core.admission.requests_awaiting_lease import RequestsAwaitingLease
-from router.core.brownout.brownout import Brownout
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
@@ -26,6 +25,7 @@ from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
 from router.core.request_end import RequestEnd
+from router.core.request_hook import RequestHook
 from router.core.request_usage import UsageMeter
 
 
@@ -44,7 +44,7 @@ class Arrivals:
         deadlines: Deadlines,
         action_buffer: ActionBuffer,
         limits: RequestsAwaitingLease | None = None,
-        brownout: Brownout | None = None,
+        hook: RequestHook | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -59,14 +59,15 @@ class Arrivals:
         self._max_held_tokens = config.max_uncleared_tokens
         self._limits = limits
         self._guard = ObjectivesGuard(placer, self._queue, overload)
-        self._brownout = brownout
+        self._hook = hook
         if limits is not None:
             limits.resume = self._on_lease
 
     def refusal(self, request: Request) -> KvloomError | None:
         """The reason why no shard could serve the request, whatever the load; None when one could."""
         error = check_servable(request, self._fleet)
-        if error is None and not self._verdicts.can_admit:
+        verdicts = self._verdicts
+        if error is None and not (verdicts.applies_guardrails if request.guardrails else verdicts.can_admit):
             return safety_unavailable(request.request_id)
         return error
 
@@ -79,8 +80,8 @@ class Arrivals:
         error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
         if error is None and not event.cached:  # a cached answer needs no shard
             error = self._overload_refusal(request, timeout_seconds, now)
-            if error is None and self._brownout is not None:
-                admitted = self._brownout.admit(request, lambda: self._predicted_wait_seconds(request, now), now)
+            if error is None and self._hook is not None:
+                admitted = self._hook.admit(request, lambda: self._predicted_wait_seconds(request, now), now)
                 if isinstance(admitted, KvloomError):
                     error = admitted
                 else:
@@ -231,6 +232,6 @@ class Arrivals:
         if objectives is not None:
             rejected.objectives = objectives
         rejected.note_end(FINISH_REASON_ERROR, error)
-        if self._brownout is not None:
-            self._brownout.note_end_without_token(rejected, now)
+        if self._hook is not None:
+            self._hook.note_end_without_token(rejected, now)
         self._action_buffer.add(request_ended(rejected, now))

@@ -1,4 +1,5 @@
-"""Refuses requests whose caller would get nothing in time, when that costs nothing: on arrival (docs/deadlines.md)."""
+"""Refuses requests whose caller would get nothing in time, when that costs nothing: on arrival
+(docs/how-to/deadlines.md)."""
 
 from __future__ import annotations
 

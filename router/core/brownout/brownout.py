@@ -9,7 +9,6 @@ import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import BrownoutConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import BrownoutStepChanged, RequestDegraded
 from router.core.brownout.controller import BrownoutController, StepChange
@@ -17,6 +16,7 @@ from router.core.brownout.ladder import Ladder, degradation, refusal, refused
 from router.core.degradation import Degradation
 from router.core.events import Request, TierRank
 from router.core.live import LiveRequest
+from router.core.rule_settings import BrownoutSettings
 
 OVERLOADED: Final = frozenset({ErrorReason.ERROR_REASON_QUEUE_FULL, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT})
 """A request that ends so without a token has missed its objective. What the ladder itself refuses does not count, but
@@ -28,7 +28,7 @@ class Brownout:
 
     def __init__(
         self,
-        config: BrownoutConfig,
+        config: BrownoutSettings,
         action_buffer: ActionBuffer,
         steps: dict[str, int],
         note_change: Callable[[], None],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from kvloom_common.config import BrownoutConfig
 from router.core.brownout.burn_rate import BurnRates, BurnRateWindows
+from router.core.rule_settings import BrownoutSettings
 
 MAX_MODELS: Final = 64
 MAX_HOLD_FACTOR: Final = 8
@@ -29,7 +29,7 @@ class StepChange(NamedTuple):
 class _Model:
     __slots__ = ("calm_since", "evaluate_at", "hold_factor", "since", "step", "went_down_at", "windows")
 
-    def __init__(self, config: BrownoutConfig, now: float) -> None:
+    def __init__(self, config: BrownoutSettings, now: float) -> None:
         self.windows = BurnRateWindows(config.target, config.fast_window_seconds, config.slow_window_seconds)
         self.step = 0
         self.since = -math.inf
@@ -46,7 +46,7 @@ class BrownoutController:
     """Judges a model at most once per bucket of its windows, whatever the number of its requests. `now` is in seconds
     and never goes backwards."""
 
-    def __init__(self, config: BrownoutConfig) -> None:
+    def __init__(self, config: BrownoutSettings) -> None:
         self._config = config
         self._max_step = len(config.steps)
         self._models: dict[str, _Model] = {}

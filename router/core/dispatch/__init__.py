@@ -1,6 +1,7 @@
 """When a placed request is sent to its shard.
 
 dispatch_queue.py    which requests wait in the router, and when each one is sent
+idle_bound.py        how long a request may wait beside a shard that has nothing to do
 openings.py          when each shard with a queue takes more
 waiting_queues.py    the queues themselves: by class, then by the service that tenants have had
 ttft_order.py        which of a tenant's requests goes first when some have a TTFT objective

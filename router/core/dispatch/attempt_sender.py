@@ -10,7 +10,6 @@ import msgspec
 
 from kvloom.sampling import is_greedy
 from kvloom.v1.generation_pb2 import Pooling, SamplingParams
-from kvloom_common.config import DisaggregationConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerResampled, CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
@@ -27,6 +26,7 @@ from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.rule_settings import DisaggregationSettings
 
 PROBE_CLIENT_ID: Final = "router-probe"
 """The client name under which a router asks a shard for one token, to probe its health. Never metered."""
@@ -46,7 +46,7 @@ class AttemptSender:
         prefill_chunks: PrefillChunkSettings | None,
         fair_shares: FairShares,
         service: ServiceCounters,
-        disaggregation: DisaggregationConfig,
+        disaggregation: DisaggregationSettings,
         handoffs: HandoffAbilities,
         add_deadline: Callable[[float, LiveRequest], None],
     ) -> None:
@@ -106,6 +106,8 @@ class AttemptSender:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
+        elif live.left_at is not None:
+            live.moves, live.left_at = live.moves.after_wait(now - live.left_at), None
         hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)

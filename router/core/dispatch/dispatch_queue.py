@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
+from router.core.dispatch.idle_bound import REPLACE_SECONDS
 from router.core.dispatch.openings import Openings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.service_counters import ServiceCounters
@@ -26,15 +27,13 @@ from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.placement.predict import predict
 
-REPLACE_SECONDS: Final = 1.0
-"""How often waiting requests are placed again: shards may be faster or slower than they seemed, or hang."""
 MAX_REPLACED: Final = 64
 """The most requests of a model that are placed again at a time."""
 MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
 MAX_FILLED_UTILISATION: Final = 0.5
 """A shard beyond this utilisation gets no less urgent requests while more urgent ones wait for other shards: they would
-slow down the decoding of those (docs/class-placement.md)."""
+slow down the decoding of those (docs/concepts/class-placement.md)."""
 MAX_PASSED_SECONDS: Final = 5.0
 """How long a request that waits for KV blocks is passed by smaller ones."""
 MIN_TICK_SECONDS: Final = 0.001
@@ -84,8 +83,8 @@ class DispatchQueue:
         self._fair_shares = fair_shares
         self._service = service
         self._hold = placer.hold
-        self._dirty_shards: set[str] = set()
-        """Shards that may have room since `serve` last ran."""
+        self._dirty_shards: dict[str, None] = {}
+        """Shards that may have room since `serve` last ran, or since a request began to wait where none did."""
         self._openings = Openings()
         self._replace_at: dict[str, float] = {}
         """Models with requests in queues of shards → when these are placed again."""
@@ -154,7 +153,7 @@ class DispatchQueue:
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
-        self._dirty_shards.add(shard_id)
+        self._dirty_shards[shard_id] = None
 
     def requeue_all(self, shard: Shard, now: float) -> None:
         """The shard takes nothing more: requests in its queue will be placed again."""
@@ -188,9 +187,10 @@ class DispatchQueue:
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
     def has_idle_shard(self, model: str) -> bool:
-        """Returns true if a shard that serves the model has nothing to do."""
-        shards = self._fleet.ready(model)
-        return any(self._ledger.view(shard.shard_id).is_idle for shard in shards if not shard.is_suspected)
+        """Returns true if a shard that serves the model has nothing to do. Suspected ones count only if all are: then
+        requests are placed there, too."""
+        idle = self._ledger.idle()
+        return bool(idle) and any(shard.shard_id in idle for shard in self._fleet.ready_shards(model).preferred)
 
     def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
         """Prefill time of the requests that wait in the router for that shard and go before one that is to have its
@@ -220,7 +220,7 @@ class DispatchQueue:
     def preemptions(self, now: float) -> list[Preemption]:
         """The sequences that have to give way to other tenants, to be removed from their shards before `serve`."""
         for model in self._fair_shares.end_contention(self.queues, now):
-            self._dirty_shards.update(shard.shard_id for shard in self._fleet.ready(model))
+            self._dirty_shards.update((shard.shard_id, None) for shard in self._fleet.ready(model))
         return self._fair_shares.preemptions(self.queues, now)
 
     def serve(self, now: float) -> None:
@@ -235,6 +235,9 @@ class DispatchQueue:
         self._fair_shares.end_serving()
 
     def _serve_once(self, now: float) -> None:
+        if not self.queues.without_shard and self._hold is not None:
+            self._serve_shards(now)
+            return
         parked = [queue_id for queue_id in self.queues.without_shard if queue_id.is_parked]
         for queue_id in parked:
             self._place_aged(queue_id, now)
@@ -247,8 +250,7 @@ class DispatchQueue:
     def _serve_shards(self, now: float) -> None:
         for model in [model for model, at in self._replace_at.items() if at <= now]:
             self._place_again(model, now)
-        due = self._openings.take_due(now)
-        for shard_id in [*due, *(shard_id for shard_id in self._dirty_shards if shard_id not in due)]:
+        for shard_id in list(dict.fromkeys(self._openings.take_due(now)) | self._dirty_shards):
             shard = self._fleet.shards.get(shard_id)
             if shard is not None and not shard.is_draining:
                 self._serve_shard(shard, now)
@@ -385,6 +387,8 @@ class DispatchQueue:
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
+        if not self.queues.num_requests:
+            self._dirty_shards.clear()  # the placement has just looked at them all
         self._push(live, QueueId(shard.description.model, shard.shard_id), now)
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
@@ -527,10 +531,15 @@ class DispatchQueue:
         """Take a request out of the longest queue that is better off on this shard by now."""
         model = shard.description.model
         own = shard.shard_id
-        others = [one for one in self.queues.queue_ids if one.shard_id and one.shard_id != own and one.model == model]
-        if not others:
+        views = self._ledger.views
+        longest, longest_seconds = None, -1.0
+        for other in self.queues.queue_ids:
+            if other.shard_id and other.shard_id != own and other.model == model:
+                seconds = views[other.shard_id].held.seconds
+                if seconds > longest_seconds:
+                    longest, longest_seconds = other, seconds
+        if longest is None:
             return None
-        longest = max(others, key=lambda queue_id: self._ledger.view(queue_id.shard_id).held.seconds)
         waiting = sorted(
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
             key=lambda live: (live.priority_class.rank, live.own_seconds),
@@ -584,7 +593,8 @@ class DispatchQueue:
 
     def _cheapest_idle(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
         """Returns the cheapest of those shards that have nothing to do; None: all of them have."""
-        idle = [shard for shard in open_shards if self._ledger.view(shard.shard_id).is_idle]
+        idle_ids = self._ledger.idle()
+        idle = [shard for shard in open_shards if shard.shard_id in idle_ids] if idle_ids else []
         return self._placer.pick_among(idle, live, now) if idle else None
 
     def _place_again(self, model: str, now: float) -> None:

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvloom_common.config import FairnessConfig
 from router.core.dispatch.block_shares import BlockShares, num_blocks_needed, num_blocks_of
 from router.core.dispatch.class_shares import ClassShares
 from router.core.dispatch.waiting_queues import WaitingQueues
@@ -25,6 +24,7 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.priority_classes import PriorityClass
+from router.core.rule_settings import FairnessSettings
 
 MAX_MOVES: Final = 16
 """The most moves of one choice, besides its attempts: a choice that is preempted, or that runs on a fleet whose shards
@@ -59,7 +59,7 @@ class FairShares:
 
     def __init__(
         self,
-        settings: FairnessConfig | None,
+        settings: FairnessSettings | None,
         fleet: Fleet,
         ledger: LoadLedger,
         classes: Sequence[PriorityClass] = (),
@@ -73,7 +73,7 @@ class FairShares:
         self._fleet = fleet
         self._ledger = ledger
         self._blocks = BlockShares(ledger)
-        work_seconds = (settings or FairnessConfig()).contention_seconds
+        work_seconds = (settings or FairnessSettings()).contention_seconds
         self._classes = ClassShares(classes, fleet, self._blocks, work_seconds) if classes else None
         """None: no classes are declared, so that none has a floor and none gives way to another."""
         self._contended_until: dict[str, float] = {}
@@ -96,7 +96,7 @@ class FairShares:
         free."""
         if self._classes is not None:
             num_places = self._num_places(shard)
-            share = (self._settings or FairnessConfig()).reserved_share
+            share = (self._settings or FairnessSettings()).reserved_share
             if self._classes.must_leave_room(shard, live, num_places, max(1, int(num_places * share))):
                 return True
         if self._sends_at_once and self.must_defer(shard, live.request.tenant):

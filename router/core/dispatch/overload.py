@@ -17,12 +17,12 @@ import xxhash
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from kvloom_common.config import OverloadConfig
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.events import SHADOW_CLIENT_ID, Request, class_of
 from router.core.live import LiveRequest
 from router.core.priority_classes import MAX_PLACED_RANK
+from router.core.rule_settings import OverloadSettings
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -145,7 +145,7 @@ class _Model:
 class OverloadGuard:
     """Pure, like all of the core; measures per model."""
 
-    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
+    def __init__(self, config: OverloadSettings, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
         self._queue = queue
         self._queues = queue.queues
@@ -171,9 +171,10 @@ class OverloadGuard:
                 self._model(action.model).learn(action)
         if is_idle:  # there is nothing to measure, as with nearly all steps
             return
+        waiting = {name for name, _ in self._queues.counts()}
         self.has_waited = False
         for name, model in self._models.items():
-            has_waiting = self._queues.num_waiting(name) > 0
+            has_waiting = name in waiting
             self.has_waited = self.has_waited or has_waiting
             model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
             model.num_dispatched = 0

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
-from kvloom_common.config import DisaggregationConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, LegOutcome, PrefillLegCounted, SubmitAttempt
 from router.core.dispatch.prefill_chunks import preparing
@@ -37,6 +36,7 @@ from router.core.load.load_view import Reservation
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.rule_settings import DisaggregationSettings
 
 MAX_LEGS: Final = 2
 """The most legs of one request. After them it is computed whole."""
@@ -70,7 +70,7 @@ class PrefillHandoffs:
 
     def __init__(
         self,
-        settings: DisaggregationConfig,
+        settings: DisaggregationSettings,
         abilities: HandoffAbilities,
         fleet: Fleet,
         placer: Placer,

@@ -101,10 +101,12 @@ class PrefixCopies:
     def _idle_shard(self, live: LiveRequest, candidate: Candidate, now: float) -> tuple[Shard, Candidate, float] | None:
         """(the shard with nothing to do that was used longest ago, as the request sees it, share of shards that are
         busy). None: there is none, or enough copies are being made."""
+        idle_ids = self._ledger.idle()
+        if not idle_ids:
+            return None
         shards = self._placer.open_shards(live)
-        views = [self._ledger.view(shard.shard_id) for shard in shards]
-        idle = [shard for shard, view in zip(shards, views, strict=True) if view.is_idle]
-        if not idle or sum(view.num_copies for view in views) >= max(1, len(idle) // IDLE_PER_COPY):
+        idle = [shard for shard in shards if shard.shard_id in idle_ids]
+        if not idle or self._ledger.num_copies[live.request.model] >= max(1, len(idle) // IDLE_PER_COPY):
             return None
         for shard in sorted(idle, key=lambda one: (one.turn, one.shard_id)):
             if shard.description.block_size != candidate.block_size:

@@ -83,6 +83,14 @@ def shard_lost() -> KvloomError:
     )
 
 
+def request_quarantined() -> KvloomError:
+    """The error of a request that may be what has ended two shards."""
+    return KvloomError(
+        ErrorReason.ERROR_REASON_REQUEST_QUARANTINED,
+        "Twice a shard was lost or failed with this request before it had any output; no other one is tried.",
+    )
+
+
 def shard_departed() -> KvloomError:
     """The error of a request whose shard had notice that it ends."""
     return KvloomError(

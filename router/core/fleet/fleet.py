@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvloom.adapters import MAX_ADAPTERS, Adapter
-from router.core.events import ShardDescription
+from router.core.events import ShardDescription, ShardLoad
 from router.core.fleet.departure import Departure
 from router.core.fleet.fast_path import FastPath
 from router.core.fleet.shard_adapters import ShardAdapters
@@ -219,6 +219,32 @@ class ShardState:
     decode_step_seconds: float
     prefill_seconds: Mapping[str, float]
     """The learned coefficients, by name (SpeedModel.coefficients)."""
+    load: ShardLoad = dataclasses.field(default_factory=ShardLoad)
+    """Its latest report."""
+    is_asleep: bool = False
+    is_withdrawn: bool = False
+    adapters: Sequence[str] = ()
+
+
+class ReadyShards(NamedTuple):
+    """The shards that accept new requests for a model. Nobody changes these lists."""
+
+    shards: list[Shard]
+    preferred: list[Shard]
+    """Without those that are suspected, unless all are."""
+    least_window: int
+    """The shortest of their windows."""
+    can_generate: bool
+    """True when all of them can."""
+
+    @staticmethod
+    def of(shards: list[Shard]) -> ReadyShards:
+        return ReadyShards(
+            shards,
+            [shard for shard in shards if not shard.is_suspected] or shards,
+            min((shard.description.max_model_len for shard in shards), default=0),
+            all(shard.can_generate for shard in shards),
+        )
 
 
 class Fleet:
@@ -226,6 +252,8 @@ class Fleet:
 
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
+        self._ready: dict[str, ReadyShards] = {}
+        """By model, as far as they were asked for since they last changed."""
         self.is_draining = False
         self.has_prefill_shards = False
         """True when any shard computes prompts for others."""
@@ -237,12 +265,14 @@ class Fleet:
 
     def add(self, description: ShardDescription) -> Shard:
         shard = self.shards[description.shard_id] = Shard(description)
+        self.note_readiness()
         self._has_served = True
         self.has_prefill_shards = self.has_prefill_shards or shard.computes_prompts
         return shard
 
     def remove(self, shard_id: str) -> Shard:
         shard = self.shards.pop(shard_id)
+        self.note_readiness()
         self.has_prefill_shards = any(other.computes_prompts for other in self.shards.values())
         model = shard.description.model
         if shard.is_withdrawn and not any(other.description.model == model for other in self.shards.values()):
@@ -284,6 +314,27 @@ class Fleet:
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that accept new requests for `model`."""
+        return self.ready_shards(model).shards
+
+    def ready_shards(self, model: str) -> ReadyShards:
+        """The same, with what holds for them together."""
+        ready = self._ready.get(model)
+        if ready is None:
+            ready = ReadyShards.of(self._find_ready(model))
+            if ready.shards:  # names that requests make up are not kept
+                self._ready[model] = ready
+        return ready
+
+    def note_readiness(self) -> None:
+        """A shard has come or gone, drains or is suspected, or no longer does or is."""
+        self._ready.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that what is remembered of ready shards is so."""
+        for model, known in self._ready.items():
+            assert known == ReadyShards.of(self._find_ready(model)), model
+
+    def _find_ready(self, model: str) -> list[Shard]:
         return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]
 
     def largest_window(self, model: str) -> int:

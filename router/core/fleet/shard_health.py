@@ -18,8 +18,8 @@ from statistics import median
 from typing import Final
 
 from kvloom.backoff import Backoff
-from kvloom_common.config import HealthConfig
 from router.core.events import ShardLoad
+from router.core.rule_settings import HealthSettings
 
 MIN_EVIDENCE: Final = 0.6
 """Share of `slow_seconds` during which a shard must have been seen decoding before its pace is judged or compared with.
@@ -44,7 +44,7 @@ class Symptom(enum.StrEnum):
     FAILING = "failing"
 
 
-def check_seconds(settings: HealthConfig) -> float:
+def check_seconds(settings: HealthSettings) -> float:
     """The time between two checks of the shards."""
     return min(settings.stall_seconds / 10, 0.5)
 
@@ -96,7 +96,7 @@ class Pace:
 class ShardHealth:
     """Evidence about one shard, and its circuit breaker."""
 
-    def __init__(self, settings: HealthConfig) -> None:
+    def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
         self.state = HealthState.HEALTHY
         self.symptom: Symptom | None = None

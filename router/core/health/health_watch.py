@@ -7,7 +7,6 @@ from collections import OrderedDict
 from statistics import median
 from typing import Final
 
-from kvloom_common.config import HealthConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, ShardHealthChanged
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -15,6 +14,7 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_health import HealthState, Pace, ShardHealth, Symptom, check_seconds
 from router.core.health.migrator import Migrator
 from router.core.load.load_ledger import LoadLedger
+from router.core.rule_settings import HealthSettings
 
 PREDICTION_SLACK: Final = 2.0
 """How many times its predicted prefill a first token may take before silence counts."""
@@ -35,7 +35,7 @@ class HealthWatch:
 
     def __init__(
         self,
-        settings: HealthConfig | None,
+        settings: HealthSettings | None,
         fleet: Fleet,
         ledger: LoadLedger,
         attempt_sender: AttemptSender,
@@ -43,7 +43,7 @@ class HealthWatch:
         action_buffer: ActionBuffer,
     ) -> None:
         self._settings = settings
-        self._check_seconds = check_seconds(settings or HealthConfig())
+        self._check_seconds = check_seconds(settings or HealthSettings())
         self._fleet = fleet
         self._ledger = ledger
         self._attempt_sender = attempt_sender
@@ -185,6 +185,7 @@ class HealthWatch:
             self._action_buffer.add(CancelOnShard(shard.shard_id, [health.probe_slot]))
         health.take_answer(now)
         if health.state is not before:
+            self._fleet.note_readiness()
             if before is HealthState.SUSPECTED:
                 shard.limit = 1
                 self._attempt_sender.queue.leave_last_resorts(now)  # for this one
@@ -206,5 +207,6 @@ class HealthWatch:
         return min(max(limit_seconds, MIN_PROBE_LIMIT_SECONDS), self._settings.stall_seconds)
 
     def _report_change(self, shard: Shard, health: ShardHealth) -> None:
+        self._fleet.note_readiness()
         symptom = "" if health.symptom is None else health.symptom.value
         self._action_buffer.add(ShardHealthChanged(shard.shard_id, health.state, symptom))

@@ -62,11 +62,12 @@ class DecodeSpeed:
         ratio = min(max(step_seconds / expected, 1 / MAX_FACTOR), MAX_FACTOR)
         return factor + FACTOR_SMOOTHING * (ratio - factor)
 
-    def used_slack(self, num_context_tokens: int, factor: float, tpot_seconds: float) -> float:
-        """The share of the time between a step without context and the objective for the time per token that this much
-        context takes, on a shard with that factor. At most 1: the objective is missed."""
+    def used_slack(self, num_context_tokens: int, factor: float, max_step_seconds: float) -> float:
+        """The share of the time between a step without context and the longest one that meets the objective for the
+        time per token that this much context takes, on a shard with that factor. At most 1: the objective is
+        missed."""
         of_context = self.seconds_per_token * num_context_tokens * factor
-        slack = tpot_seconds - self.base_seconds * factor
+        slack = max_step_seconds - self.base_seconds * factor
         return of_context / slack if of_context < slack else 1.0
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
@@ -12,6 +13,10 @@ from router.core.load.decode_speed import DecodeSpeed
 from router.core.load.load_view import LoadView, Reservation, ReservationKey
 from router.core.load.speed_model import FastestSpeed, PrefillWork, SpeedModel
 
+MIN_LEARN_INTERVAL: Final = 0.02
+"""Seconds between the beginnings of two prefills of a shard from which speeds are learned. Where prefill takes that
+long, each is; where it is shorter, 50 a second tell as much, and all of them would cost an eighth of a request. An
+observation is chosen by when it began, never by how long it took: that would bias what is learned."""
 MAX_SPEEDS_NOTED: Final = 1024
 """After so many changes of speeds, all shards are asked again which is the fastest."""
 
@@ -22,11 +27,17 @@ class LoadLedger:
 
     def __init__(self) -> None:
         self._views: dict[str, LoadView] = {}
+        self.views: Mapping[str, LoadView] = self._views
+        """By shard, for a loop over many: a call of `view` for each would take as long as its work."""
+        self._may_be_idle: dict[str, LoadView] = {}
+        """All shards without sequences, and some that have got some since."""
         self._reservations: dict[ReservationKey, Reservation] = {}
         self._fleet_speeds: dict[str, SpeedModel] = {}
         self._decode_speeds: dict[str, DecodeSpeed] = {}
         self._fastest: dict[str, FastestSpeed] = {}
         """All by model. A model's is forgotten with its last shard: names come and go without end."""
+        self.num_copies = Counter[str]()
+        """By model: the copies of prefixes that are being computed."""
         self.expected_output = ExpectedOutput()
         """By tenant and model."""
 
@@ -44,19 +55,29 @@ class LoadLedger:
             model, num_blocks, fleet_speed, self._decode_speeds[model], yield_tokens, growth_tokens
         )
         self._fastest[model].note(self._views[shard_id].speed)
+        self._may_be_idle[shard_id] = self._views[shard_id]
 
     def remove_shard(self, shard_id: str) -> None:
         """All reservations of the shard must have been released."""
         view = self._views.pop(shard_id)
+        self._may_be_idle.pop(shard_id, None)
         assert not view.own_running
         assert not view.own_waiting
         if all(other.model != view.model for other in self._views.values()):
             del self._fleet_speeds[view.model]
             del self._decode_speeds[view.model]
             del self._fastest[view.model]
+            del self.num_copies[view.model]
 
     def view(self, shard_id: str) -> LoadView:
         return self._views[shard_id]
+
+    def idle(self) -> set[str]:
+        """The shards that have nothing to do. It does not look at the others of a large fleet each time."""
+        for shard_id, view in list(self._may_be_idle.items()):
+            if view.num_running or view.num_waiting:
+                del self._may_be_idle[shard_id]
+        return {shard_id for shard_id, view in self._may_be_idle.items() if view.is_idle}
 
     def report(self, shard_id: str, load: ShardLoad) -> None:
         """Record a shard's load report."""
@@ -64,6 +85,8 @@ class LoadLedger:
         view.report = load
         view.foreign_waiting = max(0, load.num_waiting - load.num_own_waiting)
         view.foreign_running = max(0, load.num_running - load.num_own_running)
+        if not (view.foreign_running or view.foreign_waiting or view.running or view.queued):
+            self._may_be_idle[shard_id] = view
         view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
         view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
         if load.prefill_tokens_per_second > 0 and not view.speed.num_observations:
@@ -104,7 +127,8 @@ class LoadLedger:
         work = reservation.work
         view.queued_work += work
         view.num_queued_cached_tokens += reservation.num_cached_tokens
-        view.num_copies += reservation.is_copy
+        if reservation.is_copy:
+            self.num_copies[view.model] += 1
         if view.ranked_work or reservation.class_rank != INTERACTIVE_RANK:
             view.note_queued(reservation)
         if reservation.is_arrival:
@@ -141,10 +165,12 @@ class LoadLedger:
             return
         view.queued_work -= work
         if not (view.foreign_queued_tokens or view.is_mixed):
-            seconds = now - max(view.started_at, began_at)
-            view.speed.observe(work, num_context_tokens, seconds)
-            view.fleet_speed.observe(work, num_context_tokens, seconds)
-            self._note_speed(view)
+            began_at = max(view.started_at, began_at)
+            if began_at - view.learned_from >= MIN_LEARN_INTERVAL:
+                view.learned_from = began_at
+                view.speed.observe(work, num_context_tokens, now - began_at)
+                view.fleet_speed.observe(work, num_context_tokens, now - began_at)
+                self._note_speed(view)
         view.started_at = now
         if not view.queued:
             view.is_mixed = False
@@ -155,7 +181,8 @@ class LoadLedger:
         load = view.report
         # The last report may be of after the end, and then has what was freed.
         is_news = load.num_own_running + load.num_own_waiting >= view.own_running + view.own_waiting
-        view.num_copies -= reservation.is_copy
+        if reservation.is_copy:
+            self.num_copies[view.model] -= 1
         view.own_new_blocks -= reservation.num_new_blocks
         view.own_expected_tokens -= reservation.num_expected_tokens
         if reservation.class_rank != INTERACTIVE_RANK:
@@ -175,6 +202,8 @@ class LoadLedger:
                 view.context_change -= reservation.num_context_tokens + reservation.num_expected_tokens
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens
+        if not view.running and not view.queued:
+            self._may_be_idle[reservation.shard_id] = view
 
     @property
     def is_busy(self) -> bool:
@@ -194,6 +223,9 @@ class LoadLedger:
             == self._fastest.keys()
             == {view.model for view in self._views.values()}
         )
+        assert self.idle() == {shard_id for shard_id, view in self._views.items() if view.is_idle}
+        copies = Counter(self._views[r.shard_id].model for r in self._reservations.values() if r.is_copy)
+        assert {model: num for model, num in self.num_copies.items() if num} == copies
         by_shard: dict[str, dict[ReservationKey, Reservation]] = {shard_id: {} for shard_id in self._views}
         for key, reservation in self._reservations.items():
             by_shard.setdefault(reservation.shard_id, {})[key] = reservation
@@ -207,7 +239,6 @@ class LoadLedger:
             assert view.own_context_tokens == sum(r.num_context_tokens for r in running)
             assert view.own_new_blocks == sum(r.num_new_blocks for r in reserved.values())
             assert view.own_expected_tokens == sum(r.num_expected_tokens for r in reserved.values())
-            assert view.num_copies == sum(r.is_copy for r in reserved.values())
             assert view.num_queued_cached_tokens == sum(r.num_cached_tokens for r in view.queued.values())
             assert view.queued_work.num_requests == len(view.queued)
             assert view.queued_work.num_tokens == sum(r.num_prefill_tokens for r in view.queued.values())

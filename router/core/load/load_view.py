@@ -142,6 +142,8 @@ class LoadView:
     """The load of one shard. `own_*` is this router's, `foreign_*` other routers'."""
 
     __slots__ = (
+        "_queue",
+        "_queue_as_of",
         "bound_arrivals",
         "busy",
         "context_change",
@@ -156,9 +158,9 @@ class LoadView:
         "growth_tokens",
         "held",
         "is_mixed",
+        "learned_from",
         "model",
         "num_blocks",
-        "num_copies",
         "num_queued_cached_tokens",
         "own_context_tokens",
         "own_expected_tokens",
@@ -197,6 +199,10 @@ class LoadView:
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
+        self._queue = (0.0, 0.0)
+        """How long the prefill of `queued_work` takes, and that of the first of it."""
+        self._queue_as_of: tuple[object, ...] = ()
+        """The values from which `_queue` was computed: placements ask for it far more often than it changes."""
         self.num_queued_cached_tokens = 0
         """Prompt tokens of queued attempts that are cached there."""
         self.ranked_work: dict[int, PrefillWork] = {}
@@ -211,8 +217,6 @@ class LoadView:
         self.busy = Rate()
         """Their prefill time: the share of its time that the shard is busy with them."""
         self.held = QueuedPlacements()
-        self.num_copies = 0
-        """Copies of prefixes that are being computed there."""
         self.running: dict[ReservationKey, Reservation] = {}
         """Own attempts with a first token."""
         self.own_waiting = 0
@@ -235,6 +239,8 @@ class LoadView:
         self.foreign_context_tokens = 0
         self.started_at = 0.0
         """When an own sequence last produced its first token."""
+        self.learned_from = -math.inf
+        """When the prefill began from which speeds were last learned."""
 
     @property
     def num_waiting(self) -> int:
@@ -276,7 +282,9 @@ class LoadView:
     @property
     def is_idle(self) -> bool:
         """True if the shard has nothing to do, and no request waits in the router for it."""
-        return not (self.num_running or self.num_waiting or self.held)
+        if self.own_running or self.own_waiting or self.held:
+            return False
+        return not (self.foreign_running or self.foreign_waiting)
 
     def can_hold(self, num_needed_blocks: int) -> bool:
         """Returns true if so many blocks are free. A shard that runs nothing takes whatever it is sent, or says why
@@ -325,10 +333,13 @@ class LoadView:
         expected = self.decode_speed.step_seconds(self.num_decoding_tokens) * self.decode_factor
         return max(self.report.decode_step_seconds, expected)
 
+    def decode_share(self, now: float) -> float:
+        """The share of the shard's time that prefill leaves to decoding."""
+        return 1 - min(self.busy.per_second(now), MAX_PREFILL_SHARE)
+
     def residual_seconds(self, now: float) -> float:
         """How long a running sequence still takes, on average."""
-        prefill_share = min(self.busy.per_second(now), MAX_PREFILL_SHARE)
-        return self.expected_tokens_each * self.step_seconds / (1 - prefill_share)
+        return self.expected_tokens_each * self.step_seconds / self.decode_share(now)
 
     def memory_wait_seconds(self, num_needed_blocks: int, now: float) -> float:
         """Time until blocks for one more request are free, after all those that wait before it."""
@@ -347,11 +358,12 @@ class LoadView:
         return pressure_seconds(num_needed_blocks, num_free, self.blocks_each, num_sequences, residual)
 
     def decode_delay_seconds(
-        self, num_context_tokens: int, num_expected_tokens: int, tpot_seconds: float = DEFAULT_TPOT_SECONDS
+        self, num_context_tokens: int, num_expected_tokens: int, now: float, tpot_seconds: float = DEFAULT_TPOT_SECONDS
     ) -> float:
         """By how much decoding takes longer if a sequence of this context comes: that of the others for its context,
         and its own for theirs. Weighted by the share of the slack before the objective `tpot_seconds` that the context
-        there then uses: a longer step hardly matters far below the objective, and answers miss it close to it."""
+        there then uses: a longer step hardly matters far below the objective, and answers miss it close to it. Prefill
+        takes its share of the time between two tokens."""
         speed = self.decode_speed
         if not speed.seconds_per_token:
             return 0.0
@@ -360,7 +372,8 @@ class LoadView:
         num_there += self.queued_work.num_tokens + self.num_queued_cached_tokens
         shared = shared_tokens(num_expected_tokens, self.expected_tokens_each)
         per_token = speed.seconds_per_token * self.decode_factor
-        per_token *= speed.used_slack(num_there + num_context_tokens, self.decode_factor, tpot_seconds)
+        step_seconds = tpot_seconds * self.decode_share(now)
+        per_token *= speed.used_slack(num_there + num_context_tokens, self.decode_factor, step_seconds)
         return per_token * (num_context_tokens * num_sequences * shared + num_expected_tokens * num_there)
 
     def has_shown_speed(self, now: float) -> bool:
@@ -375,14 +388,25 @@ class LoadView:
         more than the first in the queue needs, since its first token has not come)."""
         if not (self.queued or self.foreign_queued_tokens):
             return 0.0
-        num_context_tokens = self.num_context_tokens
-        seconds = self.foreign_queued_tokens * self.speed.seconds_per_token
-        if self.queued:
-            seconds += self.speed.seconds(self.queued_work, num_context_tokens)
-            first = next(iter(self.queued.values()))
-            elapsed = now - max(self.started_at, first.placed_at)
-            seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
-        return max(seconds, 0.0)
+        num_context_tokens = self.own_context_tokens + self.foreign_context_tokens
+        known = self.speed.known
+        if not self.queued:
+            return self.foreign_queued_tokens * known[1]
+        work = self.queued_work
+        first = next(iter(self.queued.values()))
+        if self._queue_as_of != (work, first, known, num_context_tokens):
+            self._queue_as_of = (work, first, known, num_context_tokens)
+            first_seconds = self.speed.request_seconds(
+                first.num_prefill_tokens, first.num_cached_tokens, num_context_tokens
+            )
+            self._queue = self.speed.seconds(work, num_context_tokens), first_seconds
+        seconds, first_seconds = self._queue
+        if self.foreign_queued_tokens:
+            seconds += self.foreign_queued_tokens * known[1]
+        elapsed = now - (self.started_at if self.started_at > first.placed_at else first.placed_at)
+        if elapsed > 0.0:
+            seconds -= elapsed if elapsed < first_seconds else first_seconds
+        return seconds if seconds > 0.0 else 0.0
 
     def yielding(self, class_rank: int, now: float) -> tuple[float, int]:
         """Returns the part of `queue_seconds` and of the queued tokens for which a request of that rank does not wait:

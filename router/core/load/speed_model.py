@@ -115,12 +115,12 @@ class SpeedModel:
     @property
     def seconds_per_token(self) -> float:
         """For a short prompt on a shard that decodes nothing."""
-        return self._in_seconds()[1]
+        return self.known[1]
 
     @property
     def coefficients(self) -> dict[str, float]:
         """In seconds: per request, per token, per pair of attention, and, per request, per token of context."""
-        return dict(zip(_NAMES, self._in_seconds(), strict=True))
+        return dict(zip(_NAMES, self.known, strict=True))
 
     def deviation_seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
         """The standard deviation of `seconds`, without the noise of a single prefill."""
@@ -138,7 +138,7 @@ class SpeedModel:
 
     def seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
         """The time that `work` takes while sequences with so many tokens of context decode."""
-        per_request, per_token, per_pair, per_context_token = self._in_seconds()
+        per_request, per_token, per_pair, per_context_token = self.known
         return (
             work.num_requests * (per_request + per_context_token * num_context_tokens)
             + per_token * work.num_tokens
@@ -147,7 +147,10 @@ class SpeedModel:
 
     def request_seconds(self, num_tokens: int, num_cached_tokens: int, num_context_tokens: int) -> float:
         """`seconds` of one request's work, to the last bit; placement calls it once per shard."""
-        per_request, per_token, per_pair, per_context_token = self._in_seconds()
+        known, prior = self._known, self._prior
+        if not self.num_observations and prior is not None and prior.num_observations:  # as in `known`
+            known = prior._known
+        per_request, per_token, per_pair, per_context_token = known
         return (
             (per_request + per_context_token * num_context_tokens)
             + per_token * num_tokens
@@ -156,7 +159,7 @@ class SpeedModel:
 
     def num_tokens_within(self, seconds: float, num_cached_tokens: int, num_context_tokens: int) -> int:
         """The number of tokens after `num_cached_tokens` others that can be computed in that time. At least 1."""
-        per_request, per_token, per_pair, per_context_token = self._in_seconds()
+        per_request, per_token, per_pair, per_context_token = self.known
         rest = seconds - per_request - per_context_token * num_context_tokens
         per_token += per_pair * num_cached_tokens
         # Half of per_pair x the square, plus per_token x the number, is what may be spent.
@@ -228,7 +231,8 @@ class SpeedModel:
         # A = L D L': x' A^-1 x is the sum of (L^-1 x)^2 / D.
         return sum(row[4] * row[4] / row[i] for i, row in enumerate(rows))
 
-    def _in_seconds(self) -> tuple[float, float, float, float]:
+    @property
+    def known(self) -> tuple[float, float, float, float]:
         """The coefficients in seconds: the prior's as long as only the prior has observations."""
         prior = self._prior
         if self.num_observations or prior is None or not prior.num_observations:
@@ -298,7 +302,7 @@ class FastestSpeed:
 
     def note(self, speed: SpeedModel) -> None:
         """The coefficients of a shard, or of its prior, may be others than before."""
-        (a, b, c, _), (low_a, low_b, low_c) = speed._in_seconds(), self._lowest
+        (a, b, c, _), (low_a, low_b, low_c) = speed.known, self._lowest
         if a < low_a or b < low_b or c < low_c:
             self._lowest = (min(a, low_a), min(b, low_b), min(c, low_c))
         self.num_noted += 1

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, Policy
+from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, CostFloor, Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EctWeights:
-    """The weight of each term; they were chosen on traces (docs/routing.md)."""
+    """The weight of each term; they were chosen on traces (docs/concepts/routing.md)."""
 
     lost_capacity: float = 0.5
     """Prefill that a cache hit elsewhere would have saved is time that the fleet loses, whichever request has to wait
@@ -67,8 +67,8 @@ class Ect(Policy):
     def __init__(self, weights: EctWeights | None = None, hold: BacklogPolicy | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
-        factor = 1.0 + self._weights.lost_capacity
-        self.floor = lambda own_seconds: factor * own_seconds
+        w = self._weights
+        self.floor = CostFloor(1.0 + w.lost_capacity, w.delay_of_waiting, w.delay_of_running)
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [self._cost(candidate) for candidate in candidates]

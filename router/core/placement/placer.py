@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -22,11 +23,14 @@ from router.core.load.load_view import LoadView, QueuedPlacement
 from router.core.load.speed_model import PrefillWork
 from router.core.objectives import LiveObjectives
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
-from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, Policy
+from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, CostFloor, Policy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
 
 _OF_PREFILL: Final = ("own_prefill", "lost_capacity", "adapter")
+MAX_EXPLAINED: Final = 16
+"""How many shards are scored for an explanation: those that can be the cheapest, those that have a part of the prompt,
+and some others. All of a fleet of 128 would take more time than the rest of the request."""
 COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 
@@ -40,8 +44,10 @@ class _Scores(NamedTuple):
     terms: list[tuple[float, ...]]
     """The cost terms of each candidate."""
     best: Candidate
-    is_whole: bool
-    """True when these were all shards that could take the request."""
+    shards: list[Shard]
+    """Those that could take the request."""
+    is_for_explaining: bool
+    """True when the candidates are all of these, or MAX_EXPLAINED."""
 
 
 class LeastTtft(NamedTuple):
@@ -117,7 +123,20 @@ class Placer:
         """Ready shards that could run the request, with or without room: without suspected ones, and without the one
         where it just failed, if there is another."""
         window = live.min_window
-        ready = self._fleet.ready(live.request.model)
+        request = live.request
+        known = self._fleet.ready_shards(request.model)
+        if (
+            window <= known.least_window
+            and known.can_generate
+            and request.pooling is None
+            and request.adapter is None
+            and not self._fleet.has_prefill_shards
+        ):  # nearly always all of them could
+            shards = known.preferred
+            if live.avoid_shard_id and len(shards) > 1:
+                return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
+            return shards
+        ready = known.shards
         if live.request.pooling is None:
             shards = [s for s in ready if s.description.max_model_len >= window and s.can_generate]
         else:
@@ -170,8 +189,8 @@ class Placer:
 
     def pick(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
         """The cheapest of the request's `open_shards`, with the candidate that describes it."""
-        is_whole = self.is_explained(live.request.request_id)
-        self._last_scores = scores = self._score(shards, live, now, is_whole=is_whole)
+        num_wanted = MAX_EXPLAINED if self.is_explained(live.request.request_id) else 0
+        self._last_scores = scores = self._score(shards, live, now, num_wanted)
         return self._fleet.shards[scores.best.shard_id], scores.best
 
     def pick_among(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
@@ -229,13 +248,18 @@ class Placer:
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement, with that shard just picked; to be called before anything is reserved for it."""
         scores = self._last_scores
-        if scores is None or scores.picked_for is not live or scores.at != now or not scores.is_whole:
+        if scores is None or scores.picked_for is not live or scores.at != now or not scores.is_for_explaining:
             open_shards = self.open_shards(live)
             if not open_shards:
                 filtered = self._filtered(live, ())
                 num_prompt_tokens = len(live.request.prompt_token_ids)
                 return Pick(num_prompt_tokens, picked_shard_id, "", self._policy.terms, (), (), filtered)
-            scores = self._score(open_shards, live, now, is_whole=True)
+            scores = self._score(open_shards, live, now, MAX_EXPLAINED)
+        picked = self._fleet.shards[picked_shard_id]
+        if all(one.shard_id != picked_shard_id for one in scores.candidates) and picked in scores.shards:
+            one = self.candidate(live, picked, now)
+            terms = self._policy.costs(_arrival(live, one, self.hashes(live, one.block_size)), [one])
+            scores = scores._replace(candidates=[*scores.candidates, one], terms=[*scores.terms, *terms])
         return self._pick_of(scores, live, picked_shard_id)
 
     def plan(self, live: LiveRequest, now: float) -> PlacementPlan:
@@ -248,7 +272,7 @@ class Placer:
                 retry_after_seconds=1.0,
             )
             return PlacementPlan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
-        scores = self._score(open_shards, live, now, is_whole=True)
+        scores = self._score(open_shards, live, now, len(open_shards))
         best = scores.best
         work = PrefillWork.of(best.num_prefill_tokens, best.num_overlap_tokens)
         deviation = self._ledger.view(best.shard_id).speed.deviation_seconds(work, best.num_context_tokens)
@@ -267,18 +291,17 @@ class Placer:
             live.hashes[block_size] = hashes
         return hashes
 
-    def _score(self, shards: list[Shard], live: LiveRequest, now: float, *, is_whole: bool = False) -> _Scores:
-        """The cost of placing the request on each of the shards if `is_whole`, or at least on those that can be the
-        cheapest."""
+    def _score(self, shards: list[Shard], live: LiveRequest, now: float, num_wanted: int = 0) -> _Scores:
+        """The cost of placing the request on those of the shards that can be the cheapest, and on `num_wanted` of them
+        at least."""
         hashes = self.hashes(live, shards[0].description.block_size)
         if (
-            len(shards) > 1
+            len(shards) > max(1, num_wanted)
             and self._policy.floor is not None
             and live.objectives is None
             and not live.handoff
-            and not is_whole
         ):
-            candidates, terms = self._promising(shards, live, hashes, self._policy.floor, now)
+            candidates, terms = self._promising(shards, live, hashes, self._policy.floor, num_wanted, now)
         else:
             candidates = self._candidates(shards, live, now)
             terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
@@ -286,14 +309,15 @@ class Placer:
         if live.objectives is not None and len(candidates) > 1:
             costs = self._where_in_time(costs, candidates, live.objectives, now)
         best = candidates[self._cheapest(costs, candidates, live)]
-        return _Scores(live, now, candidates, terms, best, is_whole)
+        return _Scores(live, now, candidates, terms, best, shards, num_wanted > 0)
 
     def _promising(
         self,
         shards: list[Shard],
         live: LiveRequest,
         hashes: Sequence[int],
-        floor: Callable[[float], float],
+        floor: CostFloor,
+        num_wanted: int,
         now: float,
     ) -> tuple[list[Candidate], list[tuple[float, ...]]]:
         """The candidates that can be the cheapest, with their cost terms: branch and bound. Shards are looked at in the
@@ -301,12 +325,15 @@ class Placer:
         cheapest one does cost. So most of a large fleet is not looked at for a prompt that is cached somewhere."""
         overlaps = self._overlaps(shards, live, now)
         near = [shard for shard in shards if shard.shard_id in overlaps]
-        found = self._cheapest_of(near, overlaps, live, hashes, floor, math.inf, now)
-        candidates, terms, limit = found
+        candidates, terms, limit = self._cheapest_of(near, overlaps, live, hashes, floor, math.inf, now, num_wanted)
+        num_wanted -= len(candidates)
         fastest_seconds = self._ledger.least_prefill_seconds(live.request.model, live.num_context_tokens)
-        if floor(fastest_seconds) <= limit:
+        may_be_far = floor.own * fastest_seconds <= limit
+        if may_be_far or num_wanted > 0:
             far = shards if not near else [shard for shard in shards if shard.shard_id not in overlaps]
-            more, more_terms, _ = self._cheapest_of(far, overlaps, live, hashes, floor, limit, now)
+            if not may_be_far:
+                far = far[:num_wanted]
+            more, more_terms, _ = self._cheapest_of(far, overlaps, live, hashes, floor, limit, now, num_wanted)
             return candidates + more, terms + more_terms
         return candidates, terms
 
@@ -316,31 +343,28 @@ class Placer:
         overlaps: Mapping[str, int],
         live: LiveRequest,
         hashes: Sequence[int],
-        floor: Callable[[float], float],
+        floor: CostFloor,
         limit: float,
         now: float,
+        num_wanted: int = 0,
     ) -> tuple[list[Candidate], list[tuple[float, ...]], float]:
-        """Those of the shards that may cost less than `limit`, their cost terms, and what the cheapest costs."""
-        view_of, num_tokens = self._ledger.view, live.num_context_tokens
-        floors: list[tuple[float, int]] = []
-        for number, shard in enumerate(shards):
-            num_cached = overlaps.get(shard.shard_id, 0) * shard.description.block_size
-            if num_cached >= num_tokens:
-                num_cached = num_tokens - 1
-            view = view_of(shard.shard_id)
-            own = view.speed.request_seconds(num_tokens - num_cached, num_cached, view.num_context_tokens)
-            least = floor(own)
-            if view.queued and not view.ranked_work and least <= limit:
-                least += view.queue_seconds(now)
-            floors.append((least, number))
-        floors.sort()
+        """Those of the shards that may cost less than `limit`, and `num_wanted` of them at least, their cost terms, and
+        what the cheapest costs."""
+        floors = self._floors(shards, overlaps, live, floor, math.inf if num_wanted > 0 else limit)
+        heapq.heapify(floors)
         num_expected_tokens = self._num_expected_tokens(live)
         candidates: list[Candidate] = []
         terms: list[tuple[float, ...]] = []
-        for least, number in floors:
-            if least > limit:
-                break
+        while floors and (floors[0][0] <= limit or len(candidates) < num_wanted):
+            least, number, waits = heapq.heappop(floors)
             shard = shards[number]
+            if waits:
+                least += self._ledger.views[shard.shard_id].queue_seconds(now)
+                if floors and least > floors[0][0]:
+                    heapq.heappush(floors, (least, number, False))
+                    continue
+                if least > limit and len(candidates) >= num_wanted:
+                    break
             candidate = self._candidate(shard, live, num_expected_tokens, overlaps.get(shard.shard_id, 0), now)
             self._complete([candidate], [shard], live, now)
             (costs,) = self._policy.costs(_arrival(live, candidate, hashes), [candidate])
@@ -348,6 +372,33 @@ class Placer:
             candidates.append(candidate)
             terms.append(costs)
         return candidates, terms, limit
+
+    def _floors(
+        self, shards: list[Shard], overlaps: Mapping[str, int], live: LiveRequest, floor: CostFloor, limit: float
+    ) -> list[tuple[float, int, bool]]:
+        """(the least that it can cost, its number in the list, whether a wait for prefill queued there comes on top),
+        of each of the shards for which that is not above `limit`. It runs once for every shard of a large fleet, and so
+        reads what properties of the view would compute."""
+        views, num_tokens = self._ledger.views, live.num_context_tokens
+        is_alone = live.request.tenant == self._only_tenant  # of others, not all that wait or decode may count
+        floors: list[tuple[float, int, bool]] = []
+        for number, shard in enumerate(shards):
+            view = views[shard.shard_id]
+            num_cached = 0
+            if shard.shard_id in overlaps:
+                num_cached = overlaps[shard.shard_id] * shard.description.block_size
+                if num_cached >= num_tokens:
+                    num_cached = num_tokens - 1
+            factor = floor.own + floor.waiting * (view.own_waiting + view.foreign_waiting)
+            if is_alone:
+                factor += floor.running * (view.own_running + view.foreign_running)
+                if view.held:
+                    factor += floor.waiting * len(view.held)
+            num_context_tokens = view.own_context_tokens + view.foreign_context_tokens
+            own = view.speed.request_seconds(num_tokens - num_cached, num_cached, num_context_tokens)
+            if own * factor <= limit:
+                floors.append((own * factor, number, bool(view.queued) and not view.ranked_work))
+        return floors
 
     def _where_in_time(
         self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float
@@ -363,7 +414,7 @@ class Placer:
 
     def _pick_of(self, scores: _Scores, live: LiveRequest, picked_shard_id: str) -> Pick:
         candidates = scores.candidates
-        num_filtered = len(self._fleet.shards) - len(candidates)
+        num_filtered = len(self._fleet.shards) - len(scores.shards)
         return Pick(
             len(live.request.prompt_token_ids),
             picked_shard_id,
@@ -371,12 +422,12 @@ class Placer:
             self._policy.terms,
             candidates,
             scores.terms,
-            self._filtered(live, candidates) if num_filtered else (),
+            self._filtered(live, scores.shards) if num_filtered else (),
         )
 
-    def _filtered(self, live: LiveRequest, candidates: Sequence[Candidate]) -> list[ShardPlan]:
+    def _filtered(self, live: LiveRequest, open_shards: Sequence[Shard]) -> list[ShardPlan]:
         """The reasons why all other shards could not take it."""
-        open_ids = {candidate.shard_id for candidate in candidates}
+        open_ids = {shard.shard_id for shard in open_shards}
         return [
             ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
             for shard in self._fleet.shards.values()
@@ -478,7 +529,9 @@ class Placer:
             view.queue_seconds(now),
             memory_wait_seconds,
             memory_pressure_seconds,
-            self._decode_delay_seconds(view, live, num_expected_tokens) if view.decode_speed.seconds_per_token else 0.0,
+            self._decode_delay_seconds(view, live, num_expected_tokens, now)
+            if view.decode_speed.seconds_per_token
+            else 0.0,
             view.speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
             view.bound_arrivals.per_second(now),
             view.busy.per_second(now),
@@ -488,11 +541,11 @@ class Placer:
         )
 
     @staticmethod
-    def _decode_delay_seconds(view: LoadView, live: LiveRequest, num_expected_tokens: int) -> float:
+    def _decode_delay_seconds(view: LoadView, live: LiveRequest, num_expected_tokens: int, now: float) -> float:
         objectives, num_tokens = live.objectives, live.num_context_tokens
         if objectives is None or objectives.tpot_seconds == math.inf:
-            return view.decode_delay_seconds(num_tokens, num_expected_tokens)
-        return view.decode_delay_seconds(num_tokens, num_expected_tokens, objectives.tpot_seconds)
+            return view.decode_delay_seconds(num_tokens, num_expected_tokens, now)
+        return view.decode_delay_seconds(num_tokens, num_expected_tokens, now, objectives.tpot_seconds)
 
     def _memory(
         self,

@@ -4,7 +4,8 @@ one's cost."""
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -129,6 +130,16 @@ class BacklogPolicy(msgspec.Struct, frozen=True):
     """Seconds of prefill that one second of waiting compensates."""
 
 
+class CostFloor(NamedTuple):
+    """A lower bound of costs, as a multiple of the request's own prefill time."""
+
+    own: float
+    waiting: float
+    """For each sequence that waits there, or in the router for the shard."""
+    running: float
+    """For each sequence that decodes there and counts as delayed."""
+
+
 class Policy(abc.ABC):
     """A policy: one object per router core. It is deterministic, and may remember what it placed, within a bound."""
 
@@ -136,10 +147,9 @@ class Policy(abc.ABC):
     """Names of the terms of a cost."""
     hold: BacklogPolicy | None = None
     """None: placed requests are sent at once."""
-    floor: Callable[[float], float] | None = None
-    """The least that a shard costs whose prefill of the request takes so many seconds, beside the wait for what is
-    queued there before it: shards that cannot be the cheapest need not be looked at. None: a cost depends on the other
-    candidates, or no bound is known."""
+    floor: CostFloor | None = None
+    """The least that a shard costs, beside the wait for what is queued before the request. Shards that cannot be the
+    cheapest need not be looked at. None: a cost depends on the other candidates, or no bound is known."""
 
     @abc.abstractmethod
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:

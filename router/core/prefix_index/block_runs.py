@@ -50,6 +50,12 @@ class BlockRuns:
         """Bits that the current sweep clears. It goes from the last run to the first, so that runs allocated meanwhile,
         which have none of these bits, need not be visited."""
         self._next_swept = 0
+        self._num_changes = 0
+        """How often a shard may have got or lost a block."""
+        self._leading: dict[str, int] = {}
+        self._counted: Sequence[int] = ()
+        self._counted_at = 0
+        """The last result of `count_leading`, its hashes, and the number of changes by then."""
 
     def __len__(self) -> int:
         """Blocks held by any shard; those of retired bits count until they are swept."""
@@ -60,8 +66,12 @@ class BlockRuns:
         return len(self._packed) - len(self._free_runs)
 
     def count_leading(self, hashes: Sequence[int], bits: ShardBits) -> dict[str, int]:
-        """How many leading blocks each shard holds; shards with none are left out."""
-        return leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, bits)
+        """How many leading blocks each shard holds; shards with none are left out. Nobody changes what it returns: a
+        request that is placed and sent at once asks twice."""
+        if hashes is not self._counted or self._num_changes != self._counted_at:
+            self._leading = leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, bits)
+            self._counted, self._counted_at = hashes, self._num_changes
+        return self._leading
 
     def add(self, hashes: Sequence[int], bit: int, *, are_neighbours: bool = False) -> list[int]:
         """Record that the shard holds these blocks (a hash twice counts once). Returns those that it did not withheld
@@ -69,6 +79,7 @@ class BlockRuns:
 
         `are_neighbours`: they follow one another in a prompt, and those that are scattered over many runs are gathered.
         """
+        self._num_changes += 1
         segments, packed_runs, uniform = self._segments, self._packed, self._uniform
         added: list[int] = []
         starts: list[int] = []
@@ -104,6 +115,7 @@ class BlockRuns:
 
     def discard(self, hashes: Iterable[int], bit: int) -> int:
         """Record that the shard does not withheld these blocks. Returns how many it held."""
+        self._num_changes += 1
         segments = self._segments
         by_run: dict[int, list[int]] = {}
         for block_hash in dict.fromkeys(hashes):
@@ -119,6 +131,7 @@ class BlockRuns:
 
     def retire(self, bit: int) -> None:
         """The shard holds nothing any more, and its bit is not reused until `sweep` returns it."""
+        self._num_changes += 1
         self._retired |= bit
 
     @property
@@ -129,6 +142,7 @@ class BlockRuns:
     def sweep(self, budget: int) -> int:
         """Clear retired bits in some runs: `budget` of them, or fewer where runs are dropped, each of which counts as
         DROPPED_RUN_COST. Returns the bits that are free now."""
+        self._num_changes += 1
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
             self._next_swept = self.num_runs_ever

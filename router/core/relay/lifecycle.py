@@ -19,10 +19,9 @@ from kvloom.v1.generation_pb2 import (
 )
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
-from router.core.brownout.brownout import Brownout
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
-from router.core.dispatch.refusals import adapter_not_found, no_shard_ready
+from router.core.dispatch.refusals import adapter_not_found, no_shard_ready, request_quarantined
 from router.core.events import CachedChoice, Request
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
@@ -30,6 +29,7 @@ from router.core.live import Choice, LiveRequest, StreamClient
 from router.core.objectives import LiveObjectives, ObjectivesOutcome
 from router.core.relay.screening import Screening
 from router.core.request_end import end_of
+from router.core.request_hook import RequestHook
 from router.core.request_usage import RequestUsage, UsageMeter
 from router.core.tenancy.limiter import Limiter
 from router.core.tenancy.request_charge import RequestCharge
@@ -46,6 +46,10 @@ RETRYABLE_REASONS: Final = frozenset(
     }
 )
 """Errors of a shard that may not occur on another shard."""
+MAX_STRIKES: Final = 2
+"""How often shards may be lost or fail with a choice before it has any output. One that is killed by the first thing it
+computes has none, and would end shard after shard; one with output has shown that it can be computed."""
+_STRIKES: Final = (ErrorReason.ERROR_REASON_SHARD_LOST, ErrorReason.ERROR_REASON_ENGINE_FAILED)
 
 _COMPLETE: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
@@ -61,7 +65,7 @@ class Lifecycle:
         action_buffer: ActionBuffer,
         max_attempts: int,
         limiter: Limiter | None = None,
-        brownout: Brownout | None = None,
+        hook: RequestHook | None = None,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, StreamClient] = {}
@@ -72,7 +76,7 @@ class Lifecycle:
         self._action_buffer = action_buffer
         self._max_attempts = max_attempts
         self._limiter = limiter
-        self._brownout = brownout
+        self._hook = hook
 
     def client(self, client_id: str) -> StreamClient:
         client = self.clients.get(client_id)
@@ -124,6 +128,8 @@ class Lifecycle:
             client_start.brownout = str(request.degradation)
         if request.priority_class is not None:
             client_start.priority_class = request.priority_class.name
+        if request.guardrails:
+            client_start.safety_rules = live.safety_rules
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:
@@ -158,7 +164,9 @@ class Lifecycle:
             self._end(choice, finish, now)
             return
         withheld.finish = finish
-        if choice.screening_slot is None and withheld.num_clear_chars == choice.num_chars:
+        if finish.stop_string and choice.is_screened:
+            self._screening.send_stop_string(choice, withheld, finish.stop_string)
+        elif choice.screening_slot is None and withheld.num_clear_chars == choice.num_chars:
             withheld.clear_all()
         self._screening.close(choice)
         self.settle(choice, now)
@@ -197,8 +205,14 @@ class Lifecycle:
         is_drained = error.reason == ErrorReason.ERROR_REASON_DRAINING
         if is_drained and (is_noticed or choice.num_moves < MAX_MOVES):
             choice.num_moves += 1  # a shard that stops is no failed attempt
+        # A hand-off may be what the engine could not use: then nothing is said of the request.
+        is_fruitless = len(choice.output_token_ids) == choice.num_resumed_tokens and live.split is None
+        if error.reason in _STRIKES and is_fruitless:
+            choice.num_strikes += 1
         if choice.is_at_limit:
             self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
+        elif choice.num_strikes >= MAX_STRIKES:
+            self.end(choice, FINISH_REASON_ERROR, request_quarantined(), now)
         elif choice.num_attempts - choice.num_moves >= self._max_attempts:
             self.end(choice, FINISH_REASON_ERROR, error, now)
         else:
@@ -207,6 +221,8 @@ class Lifecycle:
             moves = live.moves
             live.moves = moves.with_migration(is_noticed=is_noticed) if is_drained else moves.with_failover()
             live.pending.append(choice)
+            if live.left_at is None:
+                live.left_at = now
             if live.usage is not None:
                 live.usage.release(now)
             self._attempt_sender.queue.check_unschedulable = True
@@ -228,6 +244,8 @@ class Lifecycle:
             live.moves = live.moves.with_preemption()
             live.is_displaced = is_for_class
             live.pending.append(choice)
+            if live.left_at is None:
+                live.left_at = now
             if live.usage is not None:
                 live.usage.release(now)
             if not live.is_queued:
@@ -315,8 +333,8 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
-            if self._brownout is not None and not choice.request.cached:
-                self._brownout.note_first_token(choice.request, now)
+            if self._hook is not None and not choice.request.cached:
+                self._hook.note_first_token(choice.request, now)
             issue_ticket = choice.request.request.issue_ticket
             if issue_ticket is not None:
                 start.continuation_ticket = issue_ticket(start.num_cached_tokens)
@@ -359,8 +377,8 @@ class Lifecycle:
             live.kept_ends = None
             if live.num_output_tokens and request.max_tokens != 0:
                 self._attempt_sender.note_answer(live)
-            if self._brownout is not None and live.first_sent_at is None:
-                self._brownout.note_end_without_token(live, now)
+            if self._hook is not None and live.first_sent_at is None:
+                self._hook.note_end_without_token(live, now)
             self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []

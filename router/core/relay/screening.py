@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CheckPrompt
+from router.core.actions import AnswerScope, CheckPrompt
 from router.core.events import TextFilter
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Choice, LiveRequest
@@ -63,6 +63,8 @@ class Screening:
 
     def must_check(self, live: LiveRequest) -> bool:
         """True when the service might refuse the request's prompt."""
+        if live.request.guardrails:
+            return True  # the service knows them
         if not self.screens_prompts:
             return False
         prompt_filter = self._prompt_filter
@@ -81,6 +83,8 @@ class Screening:
                 request.request_id,
                 request.client_request_id,
                 request.traceparent,
+                request.guardrails,
+                request.safety_identifier,
             )
         )
 
@@ -124,22 +128,39 @@ class Screening:
             slot = choice.screening_slot = self._slots.allocate()
             choice.prefilter = self._prefilter
             self._answers[slot] = choice
+            request = choice.request.request
+            scope = AnswerScope(slot, request.tenant, request.guardrails, request.safety_identifier)
+            self._action_buffer.screen_scopes.append(scope)
         if choice.num_skipped_chars:
             self._action_buffer.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))
             choice.num_skipped_chars = 0
         self._action_buffer.screen_slots.append(slot)
         self._action_buffer.screen_deltas.append(delta)
 
+    def send_stop_string(self, choice: Choice, withheld: UnclearedOutput, stop_string: str) -> None:
+        """Have the stop string screened that has ended the answer. The client learns that it followed the text, and
+        may put the two together."""
+        if withheld.num_clear_chars is None:
+            return
+        prefilter = self._prefilter if choice.screening_slot is None else choice.prefilter
+        is_clear = withheld.num_clear_chars == choice.num_chars
+        if not is_clear or prefilter is None or prefilter.is_suspicious(stop_string):
+            self.send(choice, stop_string)
+        elif choice.screening_slot is None:
+            withheld.clear_all()
+
     def restart(self, choice: Choice, withheld: UnclearedOutput) -> None:
         """The stream that screened the choice has broken. The next stream screens it as a new answer whose cleared text
         is skipped."""
         choice.screening_slot = None
-        choice.num_skipped_chars = withheld.num_clear_chars or 0
+        choice.num_skipped_chars = min(withheld.num_clear_chars or 0, choice.num_chars)
         choice.last_skipped_char, _ = withheld.unclear()
 
     def resend(self, choice: Choice, withheld: UnclearedOutput) -> None:
         """Send everything that is withheld and not clear over a new stream."""
         _, text = withheld.unclear()
+        if withheld.finish is not None:
+            text += withheld.finish.stop_string
         if text:
             self.send(choice, text)
             if withheld.finish is not None:

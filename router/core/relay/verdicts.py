@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvloom.errors import KvloomError, protocol_violation
+from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
@@ -40,6 +40,11 @@ class Verdicts:
         """True when new requests can be served under the policy."""
         return self._screening.is_up or self._waits_until is not None or not self._safety_required
 
+    @property
+    def applies_guardrails(self) -> bool:
+        """True when rules that a request names can be applied to it."""
+        return (self._screening.is_up or self._waits_until is not None) and self._answer_mode != "off"
+
     def begin(self, live: LiveRequest) -> None:
         """Have the prompt checked, and arrange for the answers to be screened."""
         screening = self._screening
@@ -67,11 +72,19 @@ class Verdicts:
             return
         if verdict.allowed:
             live.prompt_verdict_open = False
+            if verdict.rules:
+                live.safety_rules = ", ".join(verdict.rules)
             for choice in live.choices:
+                if choice.withheld is not None and choice.withheld.start is not None:
+                    choice.withheld.start.safety_rules = live.safety_rules
                 self._lifecycle.settle(choice, now)
             return
+        if verdict.unknown_guardrail:
+            message = f"guardrails: there is no {verdict.unknown_guardrail[:128]!r} that this caller may name."
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, invalid_argument(message, "guardrails"), now)
+            return
         if verdict.rule_failed:
-            self._give_up(live, now, RULE_FAILED)
+            self._give_up(live, now, RULE_FAILED, fails_closed=verdict.fails_closed)
             return
         error = _content_filtered(verdict.message)
         self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
@@ -85,7 +98,7 @@ class Verdicts:
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
             if choice is not None and halt.rule_failed:
-                self._give_up(choice.request, now, RULE_FAILED)
+                self._give_up(choice.request, now, RULE_FAILED, fails_closed=halt.fails_closed)
             elif choice is not None:
                 self._lifecycle.halt(choice, halt.num_clear_chars, _content_filtered(halt.message), now)
         for slot in answers.closed_slots:
@@ -174,9 +187,9 @@ class Verdicts:
                 self._screening.restart(choice, withheld)
         return True
 
-    def _give_up(self, live: LiveRequest, now: float, cause: str = SERVICE_AWAY) -> None:
+    def _give_up(self, live: LiveRequest, now: float, cause: str = SERVICE_AWAY, *, fails_closed: bool = False) -> None:
         """There will be no verdict."""
-        if self._safety_required:
+        if self._safety_required or fails_closed or live.request.guardrails:
             error = safety_unavailable(live.request.request_id, cause)
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:

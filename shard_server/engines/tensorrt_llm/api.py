@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -16,6 +17,8 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.versions import Release, release_of
 
 MODULE: Final = "tensorrt_llm"
+NO_USAGE_REPORTS: Final = "TRTLLM_NO_USAGE_STATS"
+"""The environment variable that keeps newer versions from reporting their use to NVIDIA, if it is "1"."""
 
 
 class Logprob(Protocol):
@@ -58,7 +61,7 @@ class TensorRtLlm:
 
     version: str
     request_error: type[Exception]
-    """The exception type of a failure of one request; any other exception means that the engine dies."""
+    """The exception type with which the library fails one request."""
 
     @property
     def release(self) -> Release:
@@ -110,7 +113,9 @@ class TensorRtLlm:
 
 
 def load_tensorrt_llm() -> TensorRtLlm:
-    """Import the library. It takes long, so do not call it on the event loop. Raises EngineError."""
+    """Import the library. It takes long, so do not call it on the event loop. It reports no usage, unless the
+    environment says so. Raises EngineError."""
+    os.environ.setdefault(NO_USAGE_REPORTS, "1")
     try:
         module = importlib.import_module(MODULE)
         request_error = importlib.import_module(f"{MODULE}.executor.utils").RequestError
@@ -125,7 +130,9 @@ def argument_names(function: Any) -> frozenset[str] | None:
     """The argument names of a class (of pydantic, a dataclass or any other) or a function; None if it accepts any."""
     fields = getattr(function, "model_fields", None)
     if isinstance(fields, Mapping):
-        return frozenset(fields)
+        aliases = (getattr(field, "validation_alias", None) for field in fields.values())
+        others = (getattr(alias, "choices", ()) for alias in aliases)
+        return frozenset(fields).union(name for names in others for name in names if isinstance(name, str))
     if dataclasses.is_dataclass(function):
         return frozenset(field.name for field in dataclasses.fields(function) if field.init)
     try:

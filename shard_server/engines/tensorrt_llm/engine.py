@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import structlog
 
-from kvloom_common.config import ShardConfig
+from kvloom_common.config import ShardConfig, with_constants
 from shard_server.engines.base import (
     Capability,
     EngineError,
@@ -27,7 +27,7 @@ from shard_server.engines.base import (
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
-from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch, ask, probe
+from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch, WatchSettings, ask, probe
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
@@ -37,19 +37,21 @@ from shard_server.engines.tensorrt_llm.launch import (
     capabilities_of,
     check_isolation,
     count_blocks,
-    count_ranks,
     launch,
+    logits_width,
     shut_down,
 )
 from shard_server.engines.tensorrt_llm.loop_watchdog import LoopWatchdog
 from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
 from shard_server.engines.tensorrt_llm.reports import Reports
+from shard_server.engines.tensorrt_llm.requests.adapter_files import AdapterCheck
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_fields import cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
-from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
+from shard_server.engines.tensorrt_llm.requests.sampling_params import NO_END, SamplingMapper
 from shard_server.engines.tensorrt_llm.requests.scheduling import RequestScheduling
 from shard_server.engines.tensorrt_llm.running_requests import RunningRequests
+from shard_server.engines.tensorrt_llm.settings import TensorRtSettings
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 
 log = structlog.get_logger()
@@ -76,7 +78,8 @@ class TensorRtLlmEngine:
         self._model_dir = model_dir
         self._model_name = model_name
         self._shard = shard
-        self._config = shard.tensorrt_llm
+        self._config = with_constants(shard.tensorrt_llm, WatchSettings)
+        self._settings = TensorRtSettings.of(shard)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = shard.max_model_len or max_model_len
@@ -104,6 +107,10 @@ class TensorRtLlmEngine:
         self._stats_reports = Reports("statistics", shard.max_batch, timeout_seconds)
         self._event_reports = Reports("kv_events", shard.max_batch, timeout_seconds)
         self._watchdog = LoopWatchdog(self._config.loop_timeout_seconds)
+        self._alarm = asyncio.Event()
+        """Set when the engine's health is in doubt."""
+        self._last_error = ""
+        """The last failure of a request that was none of the library's errors of requests."""
         self._failure: Exception | None = None
         self._closing = False
 
@@ -134,21 +141,28 @@ class TensorRtLlmEngine:
 
     async def _prepare(self, llm: Llm) -> None:
         config = self._config
-        self._has_salt = check_isolation(self._library, self._shard)
-        self._scheduling = RequestScheduling.of(self._library, config)
-        self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
-        lora = config.lora
-        self.adapters = AdapterTable(self._library, lora.adapters, lora.max_rank, lora.max_loras)
+        settings = self._settings
+        self._has_salt = check_isolation(self._library, settings)
+        self._scheduling = RequestScheduling.of(self._library, config, settings)
+        width = logits_width(self._model_dir, self._vocab_size, settings)
+        self._sampling = SamplingMapper.of(self._library, settings.guided_decoding_backend, width)
+        self.adapters = AdapterTable(
+            self._library,
+            config.adapters,
+            AdapterCheck(self._model_dir, settings.max_rank, settings.target_modules),
+            settings.max_loras,
+            self._prove_adapter,
+        )
         # The first request compiles and captures what the constructor has not; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
-        await absorb_capacity(llm, self._stats, count_ranks(self._shard))
+        await absorb_capacity(llm, self._stats, settings.num_ranks)
         await absorb_first_stats(llm, self._stats)
         if self._stats.num_blocks is None:
             # Statistics come with iterations: another one may have what the first lacked.
             await probe(self._submit_probe, config.probe_timeout_seconds)
             await absorb_first_stats(llm, self._stats)
         block_size = self._stats.tokens_per_block or self._shard.block_size
-        num_blocks = count_blocks(self._stats, self._shard)
+        num_blocks = count_blocks(self._stats, self._shard, settings)
         self._info = EngineInfo(
             engine="tensorrt_llm",
             model=self._model_name,
@@ -158,8 +172,8 @@ class TensorRtLlmEngine:
             max_model_len=min(self._max_model_len, num_blocks * block_size),
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
-            capabilities=capabilities_of(self._library, self._shard),
-            reserves_output=True,  # the library's default, GUARANTEED_NO_EVICT
+            capabilities=capabilities_of(self._library, settings),
+            reserves_output=settings.reserves_output,
         )
         self._in_flight = InFlight(self._shard.max_batch, num_blocks, block_size)
         roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
@@ -176,6 +190,7 @@ class TensorRtLlmEngine:
             config.cancel_timeout_seconds,
             self._on_progress,
             self._on_request_end,
+            self._on_unexplained,
             self._die,
         )
 
@@ -249,8 +264,8 @@ class TensorRtLlmEngine:
         except (ValueError, TypeError, NotImplementedError, IndexError, self._library.request_error) as error:
             raise RequestRefusedError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
-            self._die(error)
-            raise EngineError(f"the engine is no longer running: {error!r}") from error
+            self._doubt(request, error)
+            raise EngineError(f"TensorRT-LLM failed to take the request: {error!r}") from error
         if not self._requests:
             self._health.on_work(self._loop.time())
         self._requests.add(request, output)
@@ -268,6 +283,8 @@ class TensorRtLlmEngine:
             output = self._buffer.take()
             if output is not None:
                 output.load = self._in_flight.load(self._stats, self._lost_reports)
+                for start in output.starts:
+                    self.adapters.on_start(start.request_id)
                 for end in output.ends:
                     self.adapters.release(end.request_id)
                 yield output
@@ -286,6 +303,8 @@ class TensorRtLlmEngine:
         EngineError for a hand-off that this version cannot use."""
         if not request.prefill_only and request.handoff is None:
             return None
+        if request.prefill_only and self._library.release.hands_over_serially and not self._settings.is_serial:
+            raise EngineError("TensorRT-LLM computes prompts for others only with shard.role prefill or both")
         if request.sampling.num_logprobs is not None and Capability.HANDOFF_LOGPROBS not in self.info.capabilities:
             raise EngineError(f"TensorRT-LLM {self._library.version} hands the first token over without its logprobs")
         if request.handoff is None:
@@ -314,15 +333,17 @@ class TensorRtLlmEngine:
             optional["lora_request"] = adapter
         return llm.generate_async({"prompt_token_ids": token_ids}, sampling_params=params, streaming=True, **optional)
 
-    def _submit_probe(self) -> RequestOutput:
+    async def _prove_adapter(self, adapter: Any) -> None:
+        """Generate one token with a LoRARequest. Raises EngineError if that fails, with which the engine may end."""
+        await probe(lambda: self._submit_probe(adapter), self._config.start_timeout_seconds)
+
+    def _submit_probe(self, adapter: Any = None) -> RequestOutput:
         llm = self._llm
         if llm is None:
             raise EngineError("the engine is closed")
-        end_id = min(self._eos_token_ids, default=0)
-        params = self._library.symbol("SamplingParams")(
-            max_tokens=1, end_id=end_id, pad_id=end_id, ignore_eos=True, detokenize=False
-        )
-        return self._generate(llm, [end_id], params, PROBE_SALT)
+        token_id = min(self._eos_token_ids, default=0)
+        params = self._library.symbol("SamplingParams")(max_tokens=1, end_id=NO_END, pad_id=token_id, detokenize=False)
+        return self._generate(llm, [token_id], params, PROBE_SALT, adapter)
 
     # -- results of the threads ---------------------------------------------------------------------------------------
 
@@ -376,13 +397,27 @@ class TensorRtLlmEngine:
             ):
                 self._event_reports.on_due(self._loop.time())
 
+    def _on_unexplained(self, stream: RequestStream, error: Exception) -> None:
+        self._on_request_end(stream, True)
+        self._doubt(stream.request, error)
+
+    def _doubt(self, request: EngineRequest, error: Exception) -> None:
+        """A request has failed in a way that may be the engine's end: find out now."""
+        log.warning("trtllm_request_failed", request_id=request.request_id, error=repr(error))
+        self._last_error = repr(error)
+        self._health.on_unexplained_failure(hash((request.root_hash, *request.prompt_token_ids)))
+        self._alarm.set()
+
     async def _watch_over(self) -> None:
         """Check the engine's health periodically. Raises EngineError when the engine has died."""
         config = self._config
         timeouts = (config.cancel_timeout_seconds, config.unread_timeout_seconds, config.stall_timeout_seconds)
         tick_seconds = min(MAX_TICK_SECONDS, min(*timeouts, config.probe_interval_seconds) / 4)
         while True:
-            await asyncio.sleep(tick_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(tick_seconds):
+                    await self._alarm.wait()
+            self._alarm.clear()
             now = self._loop.time()
             unread_since = self._buffer.unread_since
             if unread_since is not None and now - unread_since >= config.unread_timeout_seconds:
@@ -391,12 +426,14 @@ class TensorRtLlmEngine:
             self._requests.cut_off(now)
             self._check_reports(now)
             self._ask_library()
+            if self._health.is_failing:
+                raise EngineError(f"many different requests have failed in a row, the last one by {self._last_error}")
             if self._probe is not None:
                 if not self._probe.done():
                     continue
                 self._probe.result()
                 self._probe = None
-                self._health.on_progress(now)
+                self._health.on_probe_passed(now)
             if unread_since is not None:
                 self._health.on_progress(now)  # the reader makes no progress, not the engine
             verdict = self._health.judge(now, is_busy=bool(self._requests), num_records=self._stats.num_records)
@@ -420,7 +457,10 @@ class TensorRtLlmEngine:
         """Record that the engine has died; `steps` raises the error after the remaining output."""
         if self._failure is not None or self._closing:
             return
-        log.error("engine_died", model=self._model_name, error=repr(error))
-        self._failure = error if isinstance(error, EngineError) else EngineError(repr(error))
+        failure = error if isinstance(error, EngineError) else EngineError(repr(error))
+        if self._last_error:
+            failure = EngineError(f"{failure} (a request had failed by {self._last_error})")
+        log.error("engine_died", model=self._model_name, error=str(failure))
+        self._failure = failure
         self._requests.stop()
         self._buffer.wake_reader()

@@ -3,8 +3,12 @@
 In 1.2.1 TensorRT-LLM's own health check only reports that it has not been shut down: a worker that has crashed or hangs
 still counts as healthy. So tokens and iterations are watched while there is work, and a one-token request is made while
 there is none. It is also made after several failed requests in a row, because an exception of a forward pass becomes an
-error of every request, and the engine accepts the next ones. A client's own bad requests thus cost a probe, and no
-engine.
+error of every request, and the engine accepts the next ones.
+
+A request may also raise what is none of the library's errors of requests: when its output is read, the library asserts
+things of this one request. It proves nothing of the engine either, so a probe is made at once. Only if many different
+requests have failed so before it, or any other answer, succeeds, the engine counts as dead without one. A client's own
+bad requests thus cost a probe, and no engine.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable
 
 import structlog
 
+from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
@@ -31,6 +36,21 @@ class HealthVerdict(enum.Enum):
     """The engine has work and makes no progress."""
 
 
+class WatchSettings(TensorRtLlmConfig):
+    probe_interval_seconds: float = 30.0
+    """How often an idle engine generates one token, to show that it still can."""
+    probe_timeout_seconds: float = 30.0
+    max_failed_requests: int = 8
+    """After so many requests in a row that TensorRT-LLM has failed, it must generate one token to count as alive. After
+    so many different ones in a row whose failure was none of its own kind of errors, it counts as dead."""
+    loop_timeout_seconds: float = 60.0
+    """When TensorRT-LLM blocks the shard's event loop for this long, the process ends."""
+    cancel_timeout_seconds: float = 10.0
+    """A cancelled sequence that TensorRT-LLM does not end within this time is cut off."""
+    unread_timeout_seconds: float = 30.0
+    """When the engine's output is not read for this long, its sequences are aborted."""
+
+
 class ProgressWatch:
     """Judges by the times of progress, and by `max_failed_requests` in a row. Pure; times in seconds of one clock."""
 
@@ -43,6 +63,9 @@ class ProgressWatch:
         self._stall_timeout_seconds = stall_timeout_seconds
         self._progress_at = now
         self._num_records = 0
+        self._unexplained: set[int] = set()
+        """The requests that have failed since the last good answer, by what they asked for."""
+        self._is_doubtful = False
 
     def on_progress(self, now: float) -> None:
         """A token arrived or a probe succeeded."""
@@ -51,14 +74,32 @@ class ProgressWatch:
     def on_request_end(self, *, failed: bool) -> None:
         """TensorRT-LLM has ended a request, by an error or otherwise. Cancelled requests say nothing."""
         self._num_failed = self._num_failed + 1 if failed else 0
+        if not failed:
+            self._unexplained.clear()
+
+    def on_unexplained_failure(self, asked: int) -> None:
+        """A request has failed, and not by an error of the library's own kind. `asked` is equal for requests that ask
+        for the same."""
+        self._unexplained.add(asked)
+        self._is_doubtful = True
+
+    @property
+    def is_failing(self) -> bool:
+        """True when many different requests have failed in a row, and not by errors of their own."""
+        return len(self._unexplained) >= self._max_failed_requests
+
+    def on_probe_passed(self, now: float) -> None:
+        self._progress_at = now
+        self._unexplained.clear()
 
     def judge(self, now: float, *, is_busy: bool, num_records: int) -> HealthVerdict:
         """`num_records` is the number of iteration statistics so far; a long prefill produces those but no token."""
         if num_records != self._num_records:
             self._num_records = num_records
             self._progress_at = now
-        if self._num_failed >= self._max_failed_requests:
+        if self._num_failed >= self._max_failed_requests or self._is_doubtful:
             self._num_failed = 0
+            self._is_doubtful = False
             return HealthVerdict.PROBE
         since = now - self._progress_at
         if is_busy:

@@ -30,6 +30,11 @@ SYMBOLS: Final = frozenset(
         "tensorrt_llm.llmapi.NGramDecodingConfig",
         "tensorrt_llm.llmapi.llm_args.KvCacheConnectorConfig",
         "tensorrt_llm.llmapi.llm_args.TorchLlmArgs",
+        "tensorrt_llm.llmapi.llm_args.AutoDecodingConfig",
+        "tensorrt_llm.llmapi.llm_args.DFlashDecodingConfig",
+        "tensorrt_llm.llmapi.llm_args.PARDDecodingConfig",
+        "tensorrt_llm.llmapi.llm_args.SADecodingConfig",
+        "tensorrt_llm._torch.peft.lora.config.LoraConfig",
         "tensorrt_llm.lora_helper.LoraConfig",
     }
 )
@@ -78,9 +83,10 @@ OBJECTS: Final[dict[str, frozenset[str]]] = {
 }
 """Attributes and methods."""
 
-_EAGLE: Final = frozenset(
-    {"max_draft_len", "speculative_model_dir", "speculative_model", "eagle3_one_model", "allow_advanced_sampling"}
+_SPECULATION: Final = frozenset(
+    {"max_draft_len", "speculative_model_dir", "speculative_model", "allow_advanced_sampling"}
 )
+_EAGLE: Final = _SPECULATION | {"eagle3_one_model"}
 
 ARGUMENTS: Final[dict[str, frozenset[str]]] = {
     "LLM": frozenset(
@@ -120,6 +126,7 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "moe_tensor_parallel_size",
             "gpus_per_node",
             "kv_connector_config",
+            "telemetry_config",
         }
     ),
     "LLM.generate_async": frozenset(
@@ -196,6 +203,8 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "tokens_per_block",
             "secondary_offload_min_priority",
             "disk_cache_size",
+            "disk_cache_path",
+            "use_kv_cache_manager_v2",
             "kv_events_config",
         }
     ),
@@ -206,18 +215,15 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
             "connector_scheduler_class",
             "connector_worker_class",
             "connector",
+            "server_url",
         }
     ),
     "CacheTransceiverConfig": frozenset({"backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms"}),
-    "NGramDecodingConfig": frozenset(
-        {"max_draft_len", "max_matching_ngram_size", "is_public_pool", "allow_advanced_sampling"}
-    ),
+    "NGramDecodingConfig": _SPECULATION | {"max_matching_ngram_size", "is_public_pool"},
     "EagleDecodingConfig": _EAGLE,
     "Eagle3DecodingConfig": _EAGLE,
-    "MTPDecodingConfig": frozenset({"num_nextn_predict_layers", "max_draft_len", "allow_advanced_sampling"}),
-    "DraftTargetDecodingConfig": frozenset(
-        {"max_draft_len", "speculative_model_dir", "speculative_model", "allow_advanced_sampling"}
-    ),
+    "MTPDecodingConfig": _SPECULATION | {"num_nextn_predict_layers"},
+    "DraftTargetDecodingConfig": _SPECULATION,
     "LoraConfig": frozenset({"lora_dir", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules"}),
     "LoRARequest": frozenset({"lora_name", "lora_int_id", "lora_path"}),
     "DisaggregatedParams": frozenset(

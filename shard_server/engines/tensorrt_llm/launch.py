@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
 from shard_server.engines.tensorrt_llm.disaggregation import hands_over_logprobs
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import as_records
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
+from shard_server.engines.tensorrt_llm.settings import OPTIONS, TensorRtSettings
 from shard_server.engines.tensorrt_llm.stats import IterationStats
 
 log = structlog.get_logger()
@@ -67,61 +69,66 @@ async def absorb_capacity(llm: Llm, stats: IterationStats, num_ranks: int) -> No
         log.warning("trtllm_capacity_withheld", error=repr(error))
 
 
-def count_ranks(shard: ShardConfig) -> int:
-    """The number of ranks with a KV cache and statistics of their own."""
-    config = shard.tensorrt_llm
-    return config.tensor_parallel_size if config.attention_dp else 1
-
-
-def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
+def count_blocks(stats: IterationStats, shard: ShardConfig, settings: TensorRtSettings) -> int:
     """The number of KV blocks. Raises EngineError if neither the engine nor the configuration gives it."""
-    num_blocks = stats.num_blocks or shard.num_blocks * count_ranks(shard)
+    num_blocks = stats.num_blocks or shard.num_blocks * settings.num_ranks
     if not num_blocks:
         raise EngineError("TensorRT-LLM does not say how many KV blocks it has: set shard.num_blocks")
     return num_blocks
 
 
-_OF_THE_SAMPLER: Final = frozenset(
-    {
-        Capability.PENALTIES,
-        Capability.REPETITION_PENALTY,
-        Capability.MIN_P,
-        Capability.MIN_TOKENS,
-        Capability.LOGIT_BIAS,
-    }
+_OF_THE_CPP_SAMPLER: Final = frozenset(
+    {Capability.PENALTIES, Capability.REPETITION_PENALTY, Capability.MIN_P, Capability.LOGIT_BIAS}
 )
-"""The C++ sampler applies these. Others ignore some of it without a word, so the operator has to vouch for them."""
 
 
-def capabilities_of(library: TensorRtLlm, shard: ShardConfig) -> frozenset[Capability]:
+def capabilities_of(library: TensorRtLlm, settings: TensorRtSettings) -> frozenset[Capability]:
     """BATCH_INVARIANT and SEEDED_RESUME are absent because kernels are chosen by batch size: a resumed answer continues
-    after exactly the delivered tokens, but not always with the tokens that it would have had."""
-    config = shard.tensorrt_llm
-    found = {Capability.GENERATE, Capability.LOGPROBS, Capability.TOP_K}
-    if config.kv_cache.block_reuse:
+    after exactly the delivered tokens, but not always with the tokens that it would have had. MIN_TOKENS is, because
+    samplers keep back only one of the stop tokens; PROMPT_LOGPROBS, because the library gives the likeliest tokens of
+    a position, and not always the prompt's own."""
+    release = library.release
+    found = {Capability.GENERATE, Capability.TOP_K}
+    if not settings.decoding_type or settings.decoding_type in release.logprobs_beside:
+        found.add(Capability.LOGPROBS)
+        # Other kinds of speculation have samplers of their own, which know temperature, top_p and top_k.
+        found |= _OF_THE_CPP_SAMPLER if settings.sampler_type == "TRTLLMSampler" else release.sampler
+    if settings.block_reuse:
         found.add(Capability.PREFIX_CACHING)
-    if config.penalties or config.sampler_type == "TRTLLMSampler":
-        found |= _OF_THE_SAMPLER
-    if config.lora.enabled:
+    if settings.has_lora:
         found.add(Capability.ADAPTERS)
-    if config.guided_decoding_backend != "off":
+    if settings.guided_decoding_backend:
         found.add(Capability.GUIDED)
-    if config.guided_decoding_backend == "xgrammar":
+    if settings.guided_decoding_backend == "xgrammar":
         found.add(Capability.STRUCTURAL_TAGS)
-    if config.cache_transceiver.backend != "off":
+    if settings.transceiver:
         found.add(Capability.KV_HANDOFF)
-        if hands_over_logprobs(library):
+        if Capability.LOGPROBS in found and hands_over_logprobs(library):
             found.add(Capability.HANDOFF_LOGPROBS)
     return frozenset(found)
 
 
-def check_isolation(library: TensorRtLlm, shard: ShardConfig) -> bool:
+def logits_width(model_dir: Path, vocab_size: int, settings: TensorRtSettings) -> int:
+    """The number of logits of a position: the vocabulary of the model's config.json, or `vocab_size` without one, as
+    the library pads it to divide the output layer evenly among GPUs. Raises EngineError for a damaged config.json."""
+    path = model_dir / "config.json"
+    if path.exists():
+        try:
+            content = json.loads(path.read_bytes())
+            found = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+            vocab_size = int(found or vocab_size)
+        except (OSError, ValueError, AttributeError) as error:
+            raise EngineError(f"model.path: {path.name} cannot be read: {error}") from error
+    return -(-vocab_size // settings.num_vocab_parts) * settings.num_vocab_parts
+
+
+def check_isolation(library: TensorRtLlm, settings: TensorRtSettings) -> bool:
     """Returns True when requests can carry a cache salt. Raises EngineError if tenants would share their KV."""
     has_salt = library.knows("LLM.generate_async", "cache_salt")
-    if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
+    if not has_salt and settings.block_reuse:
         raise EngineError(
             f"TensorRT-LLM {library.version} takes no cache_salt, so that tenants would share cached prefixes: set "
-            "shard.tensorrt_llm.kv_cache.block_reuse = false, or use 1.2.1 or newer"
+            f"{OPTIONS}.kv_cache_config.enable_block_reuse = false, or use 1.2.1 or newer"
         )
     return has_salt
 

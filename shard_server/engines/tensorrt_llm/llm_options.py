@@ -1,70 +1,136 @@
-"""kvloom.toml → arguments of `tensorrt_llm.LLM`.
+"""`shard.tensorrt_llm.options` → arguments of `tensorrt_llm.LLM`.
 
-The constructor rejects unknown arguments, and versions differ. An option at its default is passed if the version has
-it; an option that was set and that the version lacks is an error that names the option.
+What the operator writes is passed on, nested tables as the library's own classes, so that they refuse what they do not
+know before weights are loaded. kvloom adds its own defaults below, and what it must set above; an option that it must
+set is refused by name.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from kvloom_common.config import ShardConfig, TensorRtLlmConfig, TensorRtSpeculationConfig
+from kvloom_common.config import ShardConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+from shard_server.engines.tensorrt_llm.settings import (
+    DEFAULT_MAX_LORAS,
+    DEFAULT_MAX_RANK,
+    OPTIONS,
+    TensorRtSettings,
+    table,
+)
 
-_SECTION = "shard.tensorrt_llm"
-_DEFAULTS = TensorRtLlmConfig()
+OWNED: Final[Mapping[str, str]] = {
+    "model": "model.path",
+    "tokenizer": "the shard, which tokenizes",
+    "skip_tokenizer_init": "the shard, which tokenizes",
+    "backend": "the adapter, which is written for one",
+    "orchestrator_type": "the adapter, which is written for one",
+    "enable_iter_perf_stats": "the adapter, which reads them",
+    "max_batch_size": "shard.max_batch",
+    "max_seq_len": "shard.max_model_len",
+    "kv_cache_config.tokens_per_block": "shard.block_size",
+    "kv_cache_config.max_tokens": "shard.num_blocks",
+    "kv_cache_config.kv_events_config": "the adapter: what is pushed cannot be fetched as well",
+    "speculative_config.is_public_pool": "the adapter: a shared pool would propose one tenant's text to another",
+    "speculative_config.enable_global_pool": "the adapter: a shared pool would propose one tenant's text to another",
+}
+"""Options that kvloom sets, and from what."""
 
+NESTED: Final[Mapping[str, str]] = {
+    "kv_cache_config": "llmapi.KvCacheConfig",
+    "cuda_graph_config": "llmapi.CudaGraphConfig",
+    "scheduler_config": "llmapi.SchedulerConfig",
+    "cache_transceiver_config": "llmapi.CacheTransceiverConfig",
+    "kv_connector_config": "llmapi.llm_args.KvCacheConnectorConfig",
+}
+"""Options with a class that the adapter knows. The library checks the tables of others when it is constructed."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Option:
-    """One argument, and the configuration key that it comes from."""
+SPECULATION: Final[Mapping[str, tuple[str, ...]]] = {
+    "NGRAM": ("llmapi.NGramDecodingConfig",),
+    "MTP": ("llmapi.MTPDecodingConfig",),
+    "EAGLE": ("llmapi.EagleDecodingConfig",),
+    # In older versions Eagle 3 is what EagleDecodingConfig does.
+    "EAGLE3": ("llmapi.Eagle3DecodingConfig", "llmapi.EagleDecodingConfig"),
+    "DRAFTTARGET": ("llmapi.DraftTargetDecodingConfig",),
+    "AUTO": ("llmapi.llm_args.AutoDecodingConfig",),
+    "PARD": ("llmapi.llm_args.PARDDecodingConfig",),
+    "SA": ("llmapi.llm_args.SADecodingConfig",),
+    "DFLASH": ("llmapi.llm_args.DFlashDecodingConfig",),
+}
+"""The classes of decoding types, the first that a version has."""
+LORA: Final = ("_torch.peft.lora.config.LoraConfig", "lora_helper.LoraConfig")
+"""The second one is where versions up to 1.2.1 have it; later it only warns."""
 
-    argument: str
-    value: Any
-    key: str
-    is_set: bool
-    """True when the operator set it: then a version without it is an error."""
+EVENT_BUFFER: Final = 65_536
+"""How many KV events may wait for the shard. Beyond that they are lost, and the shard resynchronises."""
+TRANSFER_TIMEOUT_MS: Final = 60_000
+"""Without a timeout, a peer that cannot be reached would block the engine."""
+MAX_CPU_LORAS: Final = 32
 
 
 def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_model_len: int) -> dict[str, Any]:
-    """Arguments of `LLM`. Raises EngineError that names the option which the installed version lacks or refuses."""
-    config = shard.tensorrt_llm
+    """Arguments of `LLM`. Raises EngineError that names the option which kvloom sets, or which the installed version
+    lacks or refuses."""
+    settings, given = TensorRtSettings.of(shard), shard.tensorrt_llm.options
     if shard.queue_order != "fcfs":
         raise EngineError(f"shard.queue_order: TensorRT-LLM has no {shard.queue_order}, only the order of arrival")
-    _check_combinations(library, config)
+    _check_owned(given)
+    _check_combinations(library, settings, given)
     known = _arguments_of_llm(library)
-    arguments: dict[str, Any] = {"model": str(model_dir)}
-    for option in _options(library, shard, max_model_len):
-        if known is None or option.argument in known:
-            arguments[option.argument] = option.value
-        elif option.is_set:
-            raise EngineError(f"{option.key}: TensorRT-LLM {library.version}'s LLM has no {option.argument}")
-    for argument, value in config.extra_llm_options.items():
-        if argument in arguments:
-            raise EngineError(f"{_SECTION}.extra_llm_options: {argument} is set by kvloom already")
-        if known is not None and argument not in known:
-            raise EngineError(f"{_SECTION}.extra_llm_options: TensorRT-LLM {library.version}'s LLM has no {argument}")
-        arguments[argument] = value
-    return arguments
+    for name in given:
+        if known is not None and name not in known:
+            raise EngineError(f"{OPTIONS}.{name}: TensorRT-LLM {library.version}'s LLM has no {name}")
+    arguments = _defaults(library, settings) | {name: value for name, value in given.items() if value != {}}
+    for name in {*arguments, "kv_cache_config"}:
+        arguments[name] = _nested(library, settings, shard, name, arguments.get(name))
+    arguments |= {
+        "model": str(model_dir),
+        # The shard tokenizes; only the guides' compilers need a tokenizer in there.
+        "skip_tokenizer_init": not settings.guided_decoding_backend,
+        "backend": "pytorch",
+        # Without it there are no load figures but our own counts.
+        "enable_iter_perf_stats": True,
+        "max_batch_size": shard.max_batch,
+        "max_seq_len": max_model_len,
+    }
+    return {name: value for name, value in arguments.items() if known is None or name in known}
 
 
-def _check_combinations(library: TensorRtLlm, config: TensorRtLlmConfig) -> None:
+def _check_owned(given: Mapping[str, Any]) -> None:
+    for path, owner in OWNED.items():
+        name, _, inner = path.partition(".")
+        if inner in table(given, name) if inner else name in given:
+            raise EngineError(f"{OPTIONS}.{path} is set by kvloom, from {owner}")
+
+
+def _check_combinations(library: TensorRtLlm, settings: TensorRtSettings, given: Mapping[str, Any]) -> None:
     """Raises EngineError for what the library accepts one by one, and fails with together, or refuses late."""
-    backend = config.cache_transceiver.backend
-    if backend not in ("off", *library.release.transceivers):
+    release = library.release
+    if settings.transceiver and settings.transceiver not in release.transceivers:
         raise EngineError(
-            f"{_SECTION}.cache_transceiver.backend: TensorRT-LLM {library.version} has no {backend}, only "
-            f"{', '.join(sorted(library.release.transceivers))}"
+            f"{OPTIONS}.cache_transceiver_config.backend: TensorRT-LLM {library.version} has no "
+            f"{settings.transceiver}, only {', '.join(sorted(release.transceivers))}"
         )
-    if config.speculation.method == "off":
+    serial = given.get("disable_overlap_scheduler")
+    if serial is False and settings.computes_prompts and release.hands_over_serially:
+        raise EngineError(
+            f"{OPTIONS}.disable_overlap_scheduler: the first prompt that it computes for another shard would end "
+            f"TensorRT-LLM {library.version} (shard.role)"
+        )
+    cache = table(given, "kv_cache_config")
+    if cache.get("event_buffer_max_size") == 0 and settings.block_reuse:
+        raise EngineError(f"{OPTIONS}.kv_cache_config.event_buffer_max_size: 0 would hide the cache from routers")
+    if cache.get("disk_cache_size") and not cache.get("use_kv_cache_manager_v2"):
+        raise EngineError(f"{OPTIONS}.kv_cache_config.disk_cache_size needs use_kv_cache_manager_v2 = true")
+    if not settings.decoding_type:
         return
-    if config.sampler_type == "TRTLLMSampler":
-        raise EngineError(f"{_SECTION}.sampler_type: TRTLLMSampler cannot verify drafts, so it excludes speculation")
-    if config.pipeline_parallel_size > 1:
-        raise EngineError(f"{_SECTION}.speculation.method: drafts exclude pipeline_parallel_size > 1")
+    if settings.sampler_type == "TRTLLMSampler":
+        raise EngineError(f"{OPTIONS}.sampler_type: TRTLLMSampler cannot verify drafts, so it excludes speculation")
+    if given.get("pipeline_parallel_size", 1) > 1:
+        raise EngineError(f"{OPTIONS}.speculative_config: drafts exclude pipeline_parallel_size > 1")
 
 
 def _arguments_of_llm(library: TensorRtLlm) -> frozenset[str] | None:
@@ -74,174 +140,76 @@ def _arguments_of_llm(library: TensorRtLlm) -> frozenset[str] | None:
     return library.arguments_of("llmapi.llm_args.TorchLlmArgs")
 
 
-def _options(library: TensorRtLlm, shard: ShardConfig, max_model_len: int) -> list[_Option]:
-    config = shard.tensorrt_llm
-
-    def plain(argument: str, field: str) -> _Option:
-        value = getattr(config, field)
-        return _Option(argument, value, f"{_SECTION}.{field}", value != getattr(_DEFAULTS, field))
-
-    options = [
-        # The shard tokenizes; only the guides' compilers need a tokenizer in there.
-        _Option("skip_tokenizer_init", config.guided_decoding_backend == "off", _SECTION, True),
-        _Option("backend", "pytorch", _SECTION, False),
-        # Without it there are no load figures but our own counts.
-        _Option("enable_iter_perf_stats", True, _SECTION, False),
-        _Option("max_batch_size", shard.max_batch, "shard.max_batch", True),
-        _Option("max_seq_len", max_model_len, "shard.max_model_len", True),
-        _Option("kv_cache_config", _kv_cache(library, shard), f"{_SECTION}.kv_cache", True),
-        plain("tensor_parallel_size", "tensor_parallel_size"),
-        plain("pipeline_parallel_size", "pipeline_parallel_size"),
-        plain("enable_attention_dp", "attention_dp"),
-        plain("dtype", "dtype"),
-        plain("trust_remote_code", "trust_remote_code"),
-        plain("max_num_tokens", "max_num_tokens"),
-        plain("enable_chunked_prefill", "chunked_prefill"),
-        plain("stream_interval", "stream_interval"),
-        plain("sampler_type", "sampler_type"),
-    ]
-    overlapped = {"off", *library.release.overlapped_speculation}
-    if not config.overlap_scheduler or config.speculation.method not in overlapped:
-        # The others draft between steps: there is nothing to overlap with.
-        options.append(
-            _Option("disable_overlap_scheduler", True, f"{_SECTION}.overlap_scheduler", not config.overlap_scheduler)
-        )
-    if config.waiting_queue_policy != "fcfs":
-        policy = config.waiting_queue_policy
-        key = f"{_SECTION}.waiting_queue_policy"
-        scheduler = library.build("llmapi.SchedulerConfig", key, waiting_queue_policy=policy)
-        options.append(_Option("scheduler_config", scheduler, key, True))
-    if config.cuda_graphs:
-        graphs = library.build(
-            "llmapi.CudaGraphConfig", f"{_SECTION}.cuda_graphs", max_batch_size=shard.max_batch, enable_padding=True
-        )
-        options.append(_Option("cuda_graph_config", graphs, f"{_SECTION}.cuda_graphs", False))
-    else:
-        options.append(_Option("cuda_graph_config", None, f"{_SECTION}.cuda_graphs", True))
-    if config.guided_decoding_backend != "off":
-        options.append(plain("guided_decoding_backend", "guided_decoding_backend"))
-    if config.speculation.method != "off":
-        speculation = _speculation(library, config.speculation)
-        options.append(_Option("speculative_config", speculation, f"{_SECTION}.speculation", True))
-    if config.lora.enabled:
-        options.append(_Option("enable_lora", True, f"{_SECTION}.lora.enabled", True))
-        options.append(_Option("lora_config", _lora(library, config), f"{_SECTION}.lora", True))
-    if config.cache_transceiver.backend != "off":
-        transceiver = _cache_transceiver(library, config)
-        options.append(_Option("cache_transceiver_config", transceiver, f"{_SECTION}.cache_transceiver", True))
-    parallelism = ("moe_expert_parallel_size", "moe_tensor_parallel_size", "gpus_per_node")
-    options += [plain(name, name) for name in parallelism if getattr(config, name)]
-    if config.kv_connector != _DEFAULTS.kv_connector:
-        options.append(_Option("kv_connector_config", _kv_connector(library, config), f"{_SECTION}.kv_connector", True))
-    return options
+def _defaults(library: TensorRtLlm, settings: TensorRtSettings) -> dict[str, Any]:
+    """kvloom's own, where they differ from the library's."""
+    release = library.release
+    found: dict[str, Any] = {"enable_chunked_prefill": True, "cuda_graph_config": {}}
+    drafts_between_steps = settings.decoding_type and settings.decoding_type not in release.overlapped_speculation
+    if drafts_between_steps or (settings.computes_prompts and release.hands_over_serially):
+        found["disable_overlap_scheduler"] = True
+    if settings.has_lora:
+        found |= {"enable_lora": True, "lora_config": {}}
+    return found
 
 
-def _kv_connector(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
-    connector = config.kv_connector
-    if connector.preset:
-        arguments = {"connector": connector.preset}
-    else:
-        arguments = {
-            "connector_module": connector.module,
-            "connector_scheduler_class": connector.scheduler_class,
-            "connector_worker_class": connector.worker_class,
-        }
-    return library.build("llmapi.llm_args.KvCacheConnectorConfig", f"{_SECTION}.kv_connector", **arguments)
-
-
-def _kv_cache(library: TensorRtLlm, shard: ShardConfig) -> Any:
-    config = shard.tensorrt_llm.kv_cache
-    optional: dict[str, Any] = {}
-    if shard.num_blocks:
-        optional["max_tokens"] = shard.num_blocks * shard.block_size
-    if config.host_cache_bytes:
-        optional["host_cache_size"] = config.host_cache_bytes
-    if config.secondary_offload_min_priority:
-        optional["secondary_offload_min_priority"] = config.secondary_offload_min_priority
-    if config.disk_cache_bytes:
-        optional["disk_cache_size"] = config.disk_cache_bytes
-    return library.build(
-        "llmapi.KvCacheConfig",
-        f"{_SECTION}.kv_cache",
-        enable_block_reuse=config.block_reuse,
-        enable_partial_reuse=config.partial_reuse,
-        free_gpu_memory_fraction=config.free_gpu_memory_fraction,
-        # 0 would mean: no events at all.
-        event_buffer_max_size=config.event_buffer_max_size,
-        dtype=config.dtype,
-        tokens_per_block=shard.block_size,
-        **optional,
-    )
-
-
-def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any:
-    option = f"{_SECTION}.speculation"
-    match config.method:
-        case "ngram":
-            return library.build(
-                "llmapi.NGramDecodingConfig",
-                option,
-                max_draft_len=config.max_draft_len,
-                max_matching_ngram_size=config.max_matching_ngram_size,
-                # The default is one pool for all: what one tenant wrote would be proposed to another.
-                is_public_pool=False,
-            )
-        case "mtp":
-            path = "llmapi.MTPDecodingConfig"
-            # 1.2.1's number of draft tokens is that of the layers; later the layers are read from the model.
-            by_layers = library.knows(path, "num_nextn_predict_layers")
-            length = {"num_nextn_predict_layers" if by_layers else "max_draft_len": config.max_draft_len}
-            return library.build(path, option, **length, **_sampling_of_speculation(library, path))
-        case "eagle3":
-            # Newer versions have a class of its own; in older ones Eagle 3 is what EagleDecodingConfig does.
-            is_new = library.find("llmapi.Eagle3DecodingConfig") is not None
-            path = "llmapi.Eagle3DecodingConfig" if is_new else "llmapi.EagleDecodingConfig"
+def _nested(library: TensorRtLlm, settings: TensorRtSettings, shard: ShardConfig, name: str, value: Any) -> Any:
+    """The value of an option: an instance of the library's class, where it has a known one."""
+    if value is False and (name in NESTED or name in ("speculative_config", "lora_config")):
+        return None
+    option = f"{OPTIONS}.{name}"
+    given: Any = value or {}
+    match name:
+        case "kv_cache_config":
+            inner = {"event_buffer_max_size": EVENT_BUFFER, **given, "tokens_per_block": shard.block_size}
+            if shard.num_blocks:
+                inner["max_tokens"] = shard.num_blocks * shard.block_size
+            return library.build(NESTED[name], option, **inner)
+        case "cuda_graph_config":
+            inner = {"enable_padding": True, **given}
+            return library.build(NESTED[name], option, **({"max_batch_size": shard.max_batch} | inner))
+        case "cache_transceiver_config":
+            return library.build(NESTED[name], option, **{"kv_transfer_timeout_ms": TRANSFER_TIMEOUT_MS, **given})
+        case "speculative_config":
+            return _speculation(library, settings.decoding_type, given)
+        case "lora_config":
+            return _lora(library, settings, shard, given)
+        case _ if name in NESTED:
+            return library.build(NESTED[name], option, **given)
         case _:
-            path = "llmapi.DraftTargetDecodingConfig"
-    if not config.draft_model:
-        raise EngineError(f"{option}.draft_model: {config.method} needs one")
-    name = "speculative_model" if library.knows(path, "speculative_model") else "speculative_model_dir"
-    arguments = {"max_draft_len": config.max_draft_len, name: config.draft_model}
-    return library.build(path, option, **arguments, **_sampling_of_speculation(library, path))
+            return value
 
 
-def _sampling_of_speculation(library: TensorRtLlm, path: str) -> dict[str, Any]:
-    """Without this, versions that have it verify drafts greedily, whatever the temperature of a request is."""
-    name = "allow_advanced_sampling"
-    return {name: True} if library.knows(path, name) else {}
+def _speculation(library: TensorRtLlm, decoding_type: str, given: Mapping[str, Any]) -> Any:
+    option = f"{OPTIONS}.speculative_config"
+    path = next((path for path in SPECULATION.get(decoding_type, ()) if library.find(path) is not None), None)
+    if path is None:
+        raise EngineError(f"{option}: TensorRT-LLM {library.version} has no decoding_type {given['decoding_type']}")
+    arguments = {name: value for name, value in given.items() if name != "decoding_type"}
+    # The library's default is one pool for all: what one tenant wrote would be proposed to another.
+    for pool in ("is_public_pool", "enable_global_pool"):
+        if library.knows(path, pool):
+            arguments[pool] = False
+    # Without this, versions that have it verify drafts greedily, whatever the temperature of a request is.
+    if library.knows(path, "allow_advanced_sampling"):
+        arguments.setdefault("allow_advanced_sampling", True)
+    return library.build(path, option, **arguments)
 
 
-def _lora(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
-    optional: dict[str, Any] = {}
-    if config.lora.target_modules:
-        optional["lora_target_modules"] = config.lora.target_modules
-    elif config.lora.adapters:
-        optional["lora_dir"] = [config.lora.adapters[min(config.lora.adapters)]]
-    else:
-        # Its executor would die of an assertion.
-        raise EngineError(
-            f'{_SECTION}.lora: write target_modules = ["attn_q", "attn_k", "attn_v"] (the modules that adapters '
-            "change), or name an adapter's directory in adapters"
-        )
-    return library.build(
-        "lora_helper.LoraConfig",
-        f"{_SECTION}.lora",
-        max_lora_rank=config.lora.max_rank,
-        max_loras=config.lora.max_loras,
-        max_cpu_loras=config.lora.max_cpu_loras,
-        **optional,
-    )
-
-
-def _cache_transceiver(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
-    transceiver = config.cache_transceiver
-    optional: dict[str, Any] = {}
-    if transceiver.max_tokens_in_buffer:
-        optional["max_tokens_in_buffer"] = transceiver.max_tokens_in_buffer
-    return library.build(
-        "llmapi.CacheTransceiverConfig",
-        f"{_SECTION}.cache_transceiver",
-        backend=transceiver.backend,
-        kv_transfer_timeout_ms=transceiver.timeout_ms,
-        **optional,
-    )
+def _lora(library: TensorRtLlm, settings: TensorRtSettings, shard: ShardConfig, given: Mapping[str, Any]) -> Any:
+    adapters = shard.tensorrt_llm.adapters
+    arguments: dict[str, Any] = {
+        "max_lora_rank": DEFAULT_MAX_RANK,
+        "max_loras": DEFAULT_MAX_LORAS,
+        "max_cpu_loras": MAX_CPU_LORAS,
+        **given,
+    }
+    if not (settings.target_modules or arguments.get("lora_dir")):
+        if not adapters:
+            # Its executor would die of an assertion.
+            raise EngineError(
+                f'{OPTIONS}.lora_config: write lora_target_modules = ["attn_q", "attn_k", "attn_v"] (the modules that '
+                "adapters change), or name an adapter's directory in shard.tensorrt_llm.adapters"
+            )
+        arguments["lora_dir"] = [adapters[min(adapters)]]
+    path = next((path for path in LORA if library.find(path) is not None), LORA[-1])
+    return library.build(path, f"{OPTIONS}.lora_config", **arguments)

@@ -22,9 +22,10 @@ log = structlog.get_logger()
 
 
 class RunningRequests:
-    """`request_error` is the exception type of a failure of one request. `on_progress` is called with the loop's time
-    whenever output arrives; `on_request_end` when TensorRT-LLM has ended a request that was not aborted, with whether
-    it failed; `on_death` with any other exception that a stream raised, which means that the engine dies.
+    """`request_error` is the library's exception type for a failure of one request. `on_progress` is called with the
+    loop's time whenever output arrives; `on_request_end` when TensorRT-LLM has ended a request that was not aborted,
+    with whether it failed; `on_unexplained` with any other exception that a stream has raised, which ends that request
+    and may mean that the engine dies; `on_bug` with an exception of this class itself.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class RunningRequests:
         cancel_timeout_seconds: float,
         on_progress: Callable[[float], None],
         on_request_end: Callable[[RequestStream, bool], None],
-        on_death: Callable[[BaseException], None],
+        on_unexplained: Callable[[RequestStream, Exception], None],
+        on_bug: Callable[[BaseException], None],
     ) -> None:
         self._buffer = buffer
         self._in_flight = in_flight
@@ -47,7 +49,8 @@ class RunningRequests:
         self._cancel_timeout_seconds = cancel_timeout_seconds
         self._on_progress = on_progress
         self._on_request_end = on_request_end
-        self._on_death = on_death
+        self._on_unexplained = on_unexplained
+        self._on_bug = on_bug
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, RequestStream] = {}
         self._pumps: dict[str, asyncio.Task[None]] = {}
@@ -79,6 +82,10 @@ class RunningRequests:
         if stream is None or stream.pending_end is not None:
             return
         stream.pending_end = SequenceEnd(request_id, reason, error)
+        if self._may_get_no_answer(stream):
+            abort(stream.output)
+            self._cut_off(stream, stream.pending_end)
+            return
         stream.cut_off_at = self._loop.time() + self._cancel_timeout_seconds
         stream.aborts_later = stream.request.handoff is not None and not stream.num_tokens
         if not stream.aborts_later:
@@ -96,8 +103,18 @@ class RunningRequests:
                 log.warning("trtllm_abort_ignored", request_id=request_id)
                 if stream.aborts_later:
                     abort(stream.output)
-                self._pumps[request_id].cancel()
-                self._end(stream, stream.pending_end)
+                self._cut_off(stream, stream.pending_end)
+
+    def _may_get_no_answer(self, stream: RequestStream) -> bool:
+        """True when TensorRT-LLM may drop an aborted request without a response, as it does with one that it has not
+        admitted. A leg of a hand-off that may be running has KV to account for, and is waited for."""
+        request = stream.request
+        is_leg = request.prefill_only or request.handoff is not None
+        return not stream.num_tokens and not (is_leg and self._in_flight.is_admitted(request.request_id))
+
+    def _cut_off(self, stream: RequestStream, end: SequenceEnd) -> None:
+        self._pumps[stream.request.request_id].cancel()
+        self._end(stream, end)
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Abort all requests without further output; returns the tasks that are ending."""
@@ -128,6 +145,11 @@ class RunningRequests:
                 if stream.pending_end is None:
                     self._on_request_end(stream, True)
                 end = SequenceEnd(request_id, SequenceFinishReason.ERROR, str(error))
+                self._end(stream, stream.pending_end or end)
+                return
+            except Exception as error:
+                self._on_unexplained(stream, error)
+                end = SequenceEnd(request_id, SequenceFinishReason.ERROR, repr(error))
                 self._end(stream, stream.pending_end or end)
                 return
             self._on_progress(self._loop.time())
@@ -210,4 +232,4 @@ class RunningRequests:
             return
         error = pump.exception()
         if error is not None:
-            self._on_death(error)
+            self._on_bug(error)

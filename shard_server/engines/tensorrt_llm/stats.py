@@ -123,6 +123,10 @@ class InFlight:
         self._admitted_at.pop(request_id, None)
         self._admit(now)
 
+    def is_admitted(self, request_id: str) -> bool:
+        """Returns True when TensorRT-LLM should have admitted the sequence, which may still wait for blocks."""
+        return request_id in self._admitted
+
     def admitted_at(self, request_id: str, now: float) -> float:
         """When the sequence was admitted; `now` if that is unknown."""
         return self._admitted_at.get(request_id, now)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
-from shard_server.engines.tensorrt_llm.known_names import ARGUMENTS, OBJECTS, SYMBOLS
+from shard_server.engines.base import Capability
+from shard_server.engines.tensorrt_llm.known_names import ARGUMENTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,26 +29,17 @@ class Release:
     ignores: Mapping[str, frozenset[str]]
     """The arguments, by class, that it accepts without using them, because they are deprecated or were meant for the
     library itself."""
-    lacks_attributes: Mapping[str, frozenset[str]]
-    """By object, as in known_names.OBJECTS."""
-    lacks_symbols: frozenset[str]
-    """Without the module's name."""
-    defaults: Mapping[str, Mapping[str, object]]
-    """By class: the defaults that differ between releases."""
-    tells_salts: bool
-    """True when KV events name the salts of blocks."""
-    block_identities: Literal["integers", "hexadecimal"]
-    """The form in which KV events name a block. Hexadecimal identities repeat for each group of layers."""
-    stats_per_rank: bool
-    """True when each rank of attention data parallelism gives a row of statistics; otherwise only the first does."""
-    context_only_finish: Literal["not_finished", "length"]
-    """How a request ends that another engine continues."""
     transceivers: frozenset[str]
     """The backends of CacheTransceiverConfig."""
     overlapped_speculation: frozenset[str]
-    """The methods of speculation that work with the overlap scheduler; the library turns it off for others."""
-    has_error_budget: bool
-    """True when the library's health check fails once too many requests have failed."""
+    """The decoding types that work with the overlap scheduler, as in TensorRtSettings.decoding_type."""
+    logprobs_beside: frozenset[str]
+    """The decoding types whose sampler gives log-probabilities. With others 1.2.1 fails all running requests, and newer
+    versions give none."""
+    hands_over_serially: bool
+    """True when a prompt that is computed for another engine ends this one while the overlap scheduler is on."""
+    sampler: frozenset[Capability]
+    """The parameters that the default sampler applies; it ignores the rest without a word."""
 
     def arguments(self, name: str) -> frozenset[str]:
         """Those of a class or function in known_names that it has, used or not."""
@@ -57,53 +49,32 @@ class Release:
         """Raises KeyError for a name that is not in known_names."""
         return self.arguments(name) - self.ignores.get(name, frozenset())
 
-    def attributes(self, name: str) -> frozenset[str]:
-        return OBJECTS[name] - self.lacks_attributes.get(name, frozenset())
-
-    def has_symbol(self, path: str) -> bool:
-        """True when it has e.g. "llmapi.KvCacheConfig"."""
-        return f"tensorrt_llm.{path}" in SYMBOLS and path not in self.lacks_symbols
-
 
 RELEASE_1_2: Final = Release(
     version=(1, 2),
     name="1.2.1",
     lacks={
+        "LLM": frozenset({"telemetry_config"}),
         "LLM.generate_async": frozenset({"conversation_params", "priority"}),
-        "KvCacheConfig": frozenset({"disk_cache_size", "kv_events_config"}),
-        "KvCacheConnectorConfig": frozenset({"connector"}),
+        "KvCacheConfig": frozenset({"disk_cache_size", "disk_cache_path", "kv_events_config"}),
+        "KvCacheConnectorConfig": frozenset({"connector", "server_url"}),
         "SchedulerConfig": frozenset({"waiting_queue_policy"}),
-        "EagleDecodingConfig": frozenset({"speculative_model"}),
-        "DraftTargetDecodingConfig": frozenset({"speculative_model"}),
-        "SamplingParams": frozenset({"prompt_ignore_length"}),
         "DisaggregatedParams": frozenset(
             {"disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style", "first_gen_log_probs"}
         ),
     },
     ignores={},
-    lacks_attributes={
-        "LLM": frozenset({"get_kv_cache_capacity"}),
-        "RequestOutput": frozenset({"error"}),
-    },
-    lacks_symbols=frozenset({"llmapi.Eagle3DecodingConfig"}),
-    defaults={"NGramDecodingConfig": {"max_matching_ngram_size": 2}},
-    tells_salts=False,
-    block_identities="integers",
-    stats_per_rank=False,
-    context_only_finish="not_finished",
     transceivers=frozenset({"DEFAULT", "UCX", "NIXL", "MPI"}),
-    overlapped_speculation=frozenset({"eagle3", "mtp"}),
-    has_error_budget=False,
+    overlapped_speculation=frozenset({"EAGLE", "EAGLE3", "MTP"}),
+    logprobs_beside=frozenset({"NGRAM", "DRAFTTARGET"}),
+    hands_over_serially=True,
+    sampler=frozenset({Capability.MIN_P, Capability.LOGIT_BIAS}),
 )
 
 NEWEST: Final = Release(
     version=(1, 3),
-    name="1.3.0",
-    lacks={
-        "EagleDecodingConfig": frozenset({"speculative_model_dir"}),
-        "Eagle3DecodingConfig": frozenset({"speculative_model_dir"}),
-        "DraftTargetDecodingConfig": frozenset({"speculative_model_dir"}),
-    },
+    name="1.4.0rc4",
+    lacks={"LLM": frozenset({"sampler_type"})},
     ignores={
         # Sampling is recognised by the request.
         "NGramDecodingConfig": frozenset({"allow_advanced_sampling"}),
@@ -113,19 +84,14 @@ NEWEST: Final = Release(
         # The number of layers is read from the model, and max_draft_len is the number of draft tokens.
         "MTPDecodingConfig": frozenset({"allow_advanced_sampling", "num_nextn_predict_layers"}),
     },
-    lacks_attributes={},
-    lacks_symbols=frozenset(),
-    defaults={"NGramDecodingConfig": {"max_matching_ngram_size": 0}},
-    tells_salts=True,
-    block_identities="hexadecimal",
-    stats_per_rank=True,
-    context_only_finish="length",
     transceivers=frozenset({"DEFAULT", "UCX", "NIXL", "MPI", "MOONCAKE"}),
-    # draft_target is one model there, as eagle3 and mtp are.
-    overlapped_speculation=frozenset({"eagle3", "mtp", "draft_target"}),
-    has_error_budget=True,
+    # All of these are one model there.
+    overlapped_speculation=frozenset({"EAGLE", "EAGLE3", "MTP", "DRAFTTARGET", "PARD", "SA", "DFLASH"}),
+    logprobs_beside=frozenset({"NGRAM"}),
+    hands_over_serially=False,
+    sampler=frozenset({Capability.MIN_P, Capability.LOGIT_BIAS, Capability.PENALTIES, Capability.REPETITION_PENALTY}),
 )
-"""The newest release known here, from the release candidates 1.3.0rc2x and 1.4.0rc1."""
+"""The newest line known here: the release candidates of 1.3.0 and 1.4.0."""
 
 RELEASES: Final = (RELEASE_1_2, NEWEST)
 """Oldest first."""

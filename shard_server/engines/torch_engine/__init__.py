@@ -10,6 +10,8 @@ pooling.py       the embedding of a prompt, from the hidden states of its tokens
 speed.py         moving averages of prefill and decode speed
 model_runner.py  runs a step's batch on the CPU
 arithmetic.py    what computes on this CPU: number formats and kernels
+grouped_weight.py  weights of 4 or 8 bits with a scale for every 32
+weight_form.py   the forms that weights can have in memory
 core_share.py    how many threads an engine computes with beside others
 lora/            LoRA adapters
 forward.py       a forward pass with torch's operators or compiled kernels

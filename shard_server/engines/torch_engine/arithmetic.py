@@ -1,7 +1,8 @@
 """Chooses what an engine on a CPU computes with: the types of numbers and weights, and the kernels.
 
-"auto" means the fastest that keeps the model as it is: compiled kernels with bf16 weights; where these cannot run,
-torch's operators, in float32 unless the CPU multiplies bf16. Only where memory does not suffice are the weights int8.
+"auto" means the fastest that keeps the model's quality: compiled kernels, with the packed weights of a GGUF file, or
+with bf16 or int8 weights, as measured on this machine (form_choice.py); where compiled kernels cannot run, torch's
+operators, in float32 unless the CPU multiplies bf16. Where memory does not suffice, the weights are int8.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
-from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.config import AttentionConfig, LlamaConfig
 from shard_server.engines.torch_engine.forward import Kernels, TorchKernels
 from shard_server.engines.torch_engine.operators.linear import INVARIANT_ROWS
+from shard_server.engines.torch_engine.weight_form import NOT_PACKED, PackedFiles, WeightForm
 
 if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.kernels.form_choice import MeasuredForm
     from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 
+CheckMemory = Callable[[torch.dtype, WeightForm], None]
+"""Raises EngineError if memory does not suffice."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -45,97 +50,134 @@ class Arithmetic:
 
     dtype: torch.dtype
     """The type of numbers between products, and of the KV cache."""
-    int8_weights: bool
+    weights: WeightForm
     kernels: Kernels
+    reason: str = ""
+    """Why the weights have that form, for people; empty where they were asked for"""
 
     @property
     def variant(self) -> str:
         """Two engines compute the same bits from the same weights only if these are equal."""
-        return f"{self._weights}/{self.kernels.arithmetic}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype if self.weights is WeightForm.DTYPE else self.weights.value}/{self.kernels.arithmetic}"
 
     @property
     def description(self) -> str:
         dtype = "float32" if self.dtype == torch.float32 else "bf16"
-        weights = "int8" if self.int8_weights else dtype
+        weights = dtype if self.weights is WeightForm.DTYPE else self.weights.value
+        reason = f" ({self.reason})" if self.reason else ""
         if "torch" in self.kernels.arithmetic:
-            return f"{self.kernels.label}, {weights} weights, {dtype} arithmetic"
+            return f"{self.kernels.label}, {weights} weights{reason}, {dtype} arithmetic"
         is_float = self.kernels.arithmetic.startswith("float32")
-        return f"{self.kernels.label}, {weights} weights, {'float32' if is_float else weights} arithmetic"
-
-    @property
-    def _weights(self) -> str:
-        return "int8" if self.int8_weights else str(self.dtype).removeprefix("torch.")
+        return f"{self.kernels.label}, {weights} weights{reason}, {'float32' if is_float else weights} arithmetic"
 
 
 def choose_arithmetic(
     config: LlamaConfig,
     wanted: ArithmeticChoice,
     block_size: int,
-    check_memory: Callable[[torch.dtype, bool], None],
+    check_memory: CheckMemory,
     on_progress: OnProgress,
+    packed: PackedFiles = NOT_PACKED,
 ) -> Arithmetic:
-    """`check_memory(dtype, int8_weights)` raises EngineError if memory does not suffice. Raises EngineError if it never
-    does, or if the wanted kernels cannot run here."""
-    threads = _compiled_threads(config, wanted, block_size, on_progress)
-    if threads is None and wanted.kernels not in ("auto", "torch"):
-        raise EngineError(f"kernels {wanted.kernels!r} cannot run here; set shard.torch.kernels to auto")
-    dtype, int8_weights = _affordable(_candidates(wanted, has_compiled=threads is not None), check_memory, on_progress)
+    """`packed`: the packed weights that the model's files hold. Raises EngineError if memory never suffices, or if the
+    wanted kernels or weights cannot be had here."""
+
+    def why_not() -> str | None:
+        from shard_server.engines.torch_engine.kernels.compiled_forward import why_not_compiled
+
+        return why_not_compiled(config, block_size)
+
+    threads = compiled_threads(config, wanted, why_not, on_progress)
+    _check_weights(wanted.weights, packed, has_compiled=threads is not None)
+    measured = None
+    if wanted.weights == "auto" and threads is not None:
+        from shard_server.engines.torch_engine.kernels.form_choice import fastest_form
+
+        measured = fastest_form(threads, may_be_packed=packed.is_there, on_progress=on_progress)
+    candidates = _candidates(wanted, measured, has_compiled=threads is not None)
+    dtype, form = _affordable(candidates, check_memory, on_progress)
+    reason = measured.reason if measured is not None and measured.form is form else ""
     if threads is not None:
         from shard_server.engines.torch_engine.core_share import CoreShare
         from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels
-        from shard_server.engines.torch_engine.kernels.packed_linear import in_own_memory
+        from shard_server.engines.torch_engine.kernels.packed_weights import in_own_memory
         from shard_server.engines.torch_engine.kernels.program import cache_dir
         from shard_server.engines.torch_engine.kernels.shared_weights import SharedWeights
 
         cores = CoreShare(wanted.shared_cores, cache_dir() / "cores") if wanted.shared_cores else None
         kept = SharedWeights(cache_dir() / "weights") if wanted.shares_weights else in_own_memory
-        kernels = CompiledKernels(threads, int8_weights=int8_weights, cores=cores, kept=kept)
-        return Arithmetic(dtype, int8_weights, kernels)
+        are_grouped = form is WeightForm.INT4 or (form is WeightForm.PACKED and packed.is_whole)
+        kernels = CompiledKernels(
+            threads, int8_weights=form is WeightForm.INT8, are_grouped=are_grouped, cores=cores, kept=kept
+        )
+        return Arithmetic(dtype, form, kernels, reason)
     max_rows = INVARIANT_ROWS if wanted.deterministic else None
-    return Arithmetic(dtype, int8_weights, TorchKernels(dtype, max_rows, int8_weights=int8_weights))
+    return Arithmetic(dtype, form, TorchKernels(dtype, max_rows, int8_weights=form is WeightForm.INT8))
 
 
-def _compiled_threads(
-    config: LlamaConfig, wanted: ArithmeticChoice, block_size: int, on_progress: OnProgress
+def _check_weights(wanted: str, packed: PackedFiles, *, has_compiled: bool) -> None:
+    """Raises EngineError for weights that cannot be had."""
+    if wanted in ("packed", "int4") and not has_compiled:
+        raise EngineError(
+            f"{wanted} weights need compiled kernels, which cannot run here; set shard.torch.weights to auto"
+        )
+    if wanted == "packed" and not packed.is_there:
+        raise EngineError(
+            "packed weights are those of a GGUF file of 4 to 8 bits, which this model is not; "
+            "set shard.torch.weights to auto"
+        )
+
+
+def compiled_threads(
+    config: AttentionConfig, wanted: ArithmeticChoice, why_not: Callable[[], str | None], on_progress: OnProgress
 ) -> ThreadPool | None:
-    """None: torch's operators compute. `on_progress` is called with the reason."""
+    """None: torch's operators compute. `on_progress` is called with the reason, which is `why_not`'s if that gives one.
+    Raises EngineError if kernels are wanted that cannot run here."""
     if wanted.kernels == "torch":
         return None
     threads = None
     try:
-        from shard_server.engines.torch_engine.kernels.compiled_forward import checked_threads, why_not_compiled
+        from shard_server.engines.torch_engine.kernels.compiled_forward import checked_threads
+
+        reason = "they are for bfloat16" if wanted.dtype == "float32" else why_not()
     except ImportError as error:
-        reason: str | None = str(error)
+        reason = str(error)
     else:
-        reason = "they are for bfloat16" if wanted.dtype == "float32" else why_not_compiled(config, block_size)
         if reason is None:
             threads = checked_threads(wanted.kernels, config, on_progress)
             reason = "none runs here"
     if threads is None:
         on_progress(f"torch's operators compute, compiled kernels are left out: {reason}")
+        if wanted.kernels != "auto":
+            raise EngineError(f"kernels {wanted.kernels!r} cannot run here; set shard.torch.kernels to auto")
     return threads
 
 
-def _candidates(wanted: ArithmeticChoice, *, has_compiled: bool) -> Iterator[tuple[torch.dtype, bool]]:
-    """(dtype, int8 weights) in the order of preference."""
+def _candidates(
+    wanted: ArithmeticChoice, measured: MeasuredForm | None, *, has_compiled: bool
+) -> Iterator[tuple[torch.dtype, WeightForm]]:
+    """(dtype, weights) in the order of preference."""
     if wanted.dtype != "auto":
         dtypes = [DTYPES[wanted.dtype]]
     elif has_compiled or _multiplies_bf16():
         dtypes = [torch.bfloat16]
     else:
         dtypes = [torch.float32, torch.bfloat16]
+    if wanted.weights not in ("auto", "dtype"):
+        yield dtypes[-1], WeightForm(wanted.weights)
+        return
+    if measured is not None and measured.form is not WeightForm.DTYPE:
+        yield dtypes[-1], measured.form
     for dtype in dtypes:
-        if wanted.weights != "int8":
-            yield dtype, False
-    if wanted.weights != "dtype":
-        yield dtypes[-1], True
+        yield dtype, WeightForm.DTYPE
+    if wanted.weights == "auto":
+        yield dtypes[-1], WeightForm.INT8
 
 
 def _affordable(
-    candidates: Iterator[tuple[torch.dtype, bool]],
-    check_memory: Callable[[torch.dtype, bool], None],
-    on_progress: OnProgress,
-) -> tuple[torch.dtype, bool]:
+    candidates: Iterator[tuple[torch.dtype, WeightForm]], check_memory: CheckMemory, on_progress: OnProgress
+) -> tuple[torch.dtype, WeightForm]:
     error: EngineError | None = None
     for candidate in candidates:
         try:

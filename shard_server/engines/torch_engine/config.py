@@ -20,32 +20,16 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """A decoder of RMSNorm, rotary grouped-query attention and a SwiGLU MLP: Llama, Mistral, Qwen2, Qwen3."""
+class AttentionConfig:
+    """The sizes of a model's attention."""
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    tie_word_embeddings: bool
-    qk_norm: bool
-    """Queries and keys are normalised head by head before they are rotated."""
     layer_windows: tuple[int | None, ...]
     """By layer: the largest number of tokens that a token sees, including itself (sliding-window attention). None:
     all."""
-    qkv_bias: bool
-    output_bias: bool
-    """True when the attention's output projection has a bias."""
-    mlp_bias: bool
-    eos_token_ids: frozenset[int]
 
     @property
     def num_heads_per_kv_head(self) -> int:
@@ -59,6 +43,33 @@ class LlamaConfig:
     def kv_size(self) -> int:
         """The size of the keys of one token, and of its values."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def one_layer(self) -> AttentionConfig:
+        """A layer without a window."""
+        return AttentionConfig(1, self.num_heads, self.num_kv_heads, self.head_dim, (None,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LlamaConfig(AttentionConfig):
+    """A decoder of RMSNorm, rotary grouped-query attention and a SwiGLU MLP: Llama, Mistral, Qwen2, Qwen3."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    qk_norm: bool
+    """Queries and keys are normalised head by head before they are rotated."""
+    qkv_bias: bool
+    output_bias: bool
+    """True when the attention's output projection has a bias."""
+    mlp_bias: bool
+    eos_token_ids: frozenset[int]
 
 
 def load_config(model_dir: Path) -> LlamaConfig:

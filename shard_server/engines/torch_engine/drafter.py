@@ -83,7 +83,7 @@ class Drafter:
             self._predicting.add(sequence)
         elif self._config.max_draft_tokens:
             if sequence.lookup is None:
-                sequence.lookup = PromptLookup(self._config.max_draft_tokens, self._config.max_ngram)
+                sequence.lookup = PromptLookup(self._config.max_draft_tokens)
             draft = sequence.lookup.draft(sequence.token_ids, limit)
         return draft[: self._scheduler.reserve_draft_blocks(sequence, len(draft))] if draft else draft
 

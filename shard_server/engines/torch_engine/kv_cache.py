@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.config import AttentionConfig
 from shard_server.engines.torch_engine.memory import available_memory_bytes, kv_block_bytes
 
 _DEFAULT_WINDOWS = 8
@@ -32,7 +32,7 @@ class KvCache:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: AttentionConfig,
         *,
         num_blocks: int,
         block_size: int,
@@ -100,7 +100,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(storage[start : start + num_bytes]).view(dtype).view(shape)
 
 
-def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
+def default_num_blocks(config: AttentionConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
     """Blocks for 8 full windows, or fewer if those exceed half of the free memory. Raises EngineError when that is less
     than one window."""
     window_blocks = -(-max_model_len // block_size)

@@ -11,7 +11,7 @@ import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.weights import weight_bytes
-from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.config import AttentionConfig, LlamaConfig
 
 _OVERHEAD_BYTES = 128 * 2**20
 """Activations, rotation tables, one layer's weights in two layouts while they are converted."""
@@ -24,10 +24,11 @@ def check_memory(
     num_blocks: int,
     block_size: int,
     max_model_len: int,
-    int8_weights: bool = False,
+    bits: float | None = None,
 ) -> None:
-    """Raise EngineError unless weights and `num_blocks` KV blocks (0: those of one full window) fit into memory."""
-    num_weight_bytes = weight_bytes(config, dtype, int8_weights=int8_weights)
+    """Raise EngineError unless weights and `num_blocks` KV blocks (0: those of one full window) fit into memory.
+    `bits`: see weight_bytes."""
+    num_weight_bytes = weight_bytes(config, dtype, bits=bits)
     num_kv_bytes = (num_blocks or -(-max_model_len // block_size)) * kv_block_bytes(config, block_size, dtype)
     available = available_memory_bytes()
     if num_weight_bytes + num_kv_bytes + _OVERHEAD_BYTES > available:
@@ -38,7 +39,7 @@ def check_memory(
         )
 
 
-def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
+def kv_block_bytes(config: AttentionConfig, block_size: int, dtype: torch.dtype) -> int:
     return config.num_layers * block_size * 2 * config.kv_size * dtype.itemsize
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.grouped_weight import AnyWeight, GroupedWeight, joined_rows, plain
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.lora.torch_adapter import AdaptedRows, Gated
 from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, Weight
@@ -19,6 +20,9 @@ from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 
 _LAYERS_PER_REPORT = 16
 _CPU = torch.device("cpu")
+
+ModelWeights = dict[str, torch.Tensor] | dict[str, AnyWeight]
+"""By the names in the files"""
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, queries [rows, num_heads * head_dim]) → the same shape, over KV that is written already."""
@@ -41,7 +45,7 @@ class LlamaModel:
     def __init__(
         self,
         config: LlamaConfig,
-        weights: dict[str, torch.Tensor],
+        weights: ModelWeights,
         *,
         dtype: torch.dtype,
         max_model_len: int,
@@ -51,17 +55,16 @@ class LlamaModel:
     ) -> None:
         """Consumes `weights`: entries are removed as they are converted, so that memory need not hold both."""
         self._config = config
-        # A copy, so that nothing keeps a reference to the mapped file.
-        embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
-        self.head = linears.linear(
-            embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype), None
-        )
+        embedding = _taken(weights, "model.embed_tokens.weight", dtype, device)
+        head = embedding if config.tie_word_embeddings else _taken(weights, "lm_head.weight", dtype, device)
+        self.head = linears.linear(head, None)
         look_up = self.head.weight_rows if config.tie_word_embeddings else None
-        self.embedding = embedding if look_up is None else None
+        table = plain(embedding, dtype) if look_up is None else torch.empty(0)
+        self.embedding = table if look_up is None else None
         """[vocab_size, hidden_size]; None: rows are looked up in the head's weights."""
-        self._look_up = look_up or functools.partial(F.embedding, weight=embedding)
-        del embedding  # it may be unused from here on
-        self.norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
+        self._look_up = look_up or functools.partial(F.embedding, weight=table)
+        del embedding, head  # they may be unused from here on
+        self.norm = plain(_taken(weights, "model.norm.weight", dtype, device))
         self.layers: list[DecoderLayer] = []
 
         for index in range(config.num_layers):
@@ -155,24 +158,31 @@ class LlamaModel:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
+def _taken(weights: ModelWeights, name: str, dtype: torch.dtype, device: torch.device) -> AnyWeight:
+    """Always a copy if it is plain, so that nothing keeps a reference to the mapped file."""
+    weight = weights.pop(name)
+    return weight if isinstance(weight, GroupedWeight) else weight.to(device, dtype, copy=True)
+
+
 def _take_layer(
-    weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, device: torch.device, linears: MakesLinears
+    weights: ModelWeights, index: int, dtype: torch.dtype, device: torch.device, linears: MakesLinears
 ) -> DecoderLayer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> torch.Tensor:
-        return weights.pop(f"{prefix}.{name}.weight").to(device, dtype, copy=True)
+        return plain(_taken(weights, f"{prefix}.{name}.weight", dtype, device))
 
     query_key_norms = None
     if f"{prefix}.self_attn.q_norm.weight" in weights:
         query_key_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
 
     def weight(*names: str) -> Weight:
-        parts = [weights.pop(f"{prefix}.{name}.weight").to(device, dtype) for name in names]
+        parts = [weights.pop(f"{prefix}.{name}.weight") for name in names]
+        moved = [part if isinstance(part, GroupedWeight) else part.to(device, dtype) for part in parts]
         bias_names = [f"{prefix}.{name}.bias" for name in names]
-        biases = [weights.pop(name).to(device, dtype) for name in bias_names if name in weights]
+        biases = [plain(weights.pop(name)).to(device, dtype) for name in bias_names if name in weights]
         # Always a copy: even `cat` of one tensor no longer refers to the mapped file.
-        return torch.cat(parts), torch.cat(biases) if biases else None
+        return joined_rows(moved), torch.cat(biases) if biases else None
 
     return DecoderLayer(
         attention_norm=norm("input_layernorm"),

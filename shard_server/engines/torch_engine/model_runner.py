@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import torch
 from kvloom_common.process.freed_memory import return_freed_memory
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import ArithmeticChoice, choose_arithmetic
-from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
+from shard_server.engines.torch_engine.checkpoint.packed_files import find_packed, load_packed, multiplied_names
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, expected_shapes, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
+from shard_server.engines.torch_engine.grouped_weight import AnyWeight, plain, quantised
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.lora.peft import LoraWeights
 from shard_server.engines.torch_engine.memory import check_memory
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.operators.attention import Extent
+from shard_server.engines.torch_engine.weight_form import PackedFiles, WeightForm
 
 _MAX_GATHERED_TOKENS = 4096
 """The limit for one sequence with drafts: beyond it, one product of all its rows over the context is cheaper."""
@@ -88,11 +92,13 @@ class ModelRunner:
         self._hidden_rows: list[tuple[int, int]] = []
         """(first row, rows) of the sequences of the latest batch whose hidden states are wanted."""
 
-        def check(dtype: torch.dtype, int8_weights: bool) -> None:
+        packed = find_packed(model_dir, config)
+
+        def check(dtype: torch.dtype, form: WeightForm) -> None:
             check_memory(
                 config,
                 dtype=dtype,
-                int8_weights=int8_weights,
+                bits=_bits(form, packed, config),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_model_len=self.max_model_len,
@@ -100,7 +106,7 @@ class ModelRunner:
 
         with torch.inference_mode():
             wanted = ArithmeticChoice(dtype, weights, kernels, wants_batch_invariance, shared_cores, shares_weights)
-            arithmetic = choose_arithmetic(config, wanted, block_size, check, on_progress)
+            arithmetic = choose_arithmetic(config, wanted, block_size, check, on_progress, packed)
             torch_dtype = arithmetic.dtype
             if num_threads and not arithmetic.kernels.shares_cores:
                 torch.set_num_threads(num_threads)
@@ -112,7 +118,7 @@ class ModelRunner:
             """Says what computes, for people."""
             model = LlamaModel(
                 config,
-                load_weights(model_dir, config, on_progress),
+                _weights(model_dir, config, arithmetic.weights, on_progress),
                 dtype=torch_dtype,
                 max_model_len=self.max_model_len,
                 linears=arithmetic.kernels.linears,
@@ -206,3 +212,22 @@ def _check_window(model_dir: Path, config: LlamaConfig, max_model_len: int) -> N
         raise EngineError(
             f"max_model_len is {max_model_len}, more than the {config.max_position_embeddings} of {model_dir}"
         )
+
+
+def _weights(model_dir: Path, config: LlamaConfig, form: WeightForm, on_progress: OnProgress) -> dict[str, AnyWeight]:
+    """The weights by their names, in the form that was chosen if it is not made of plain ones. Raises EngineError."""
+    weights: dict[str, AnyWeight] = {**load_weights(model_dir, config, on_progress)}
+    if form is WeightForm.PACKED:
+        weights |= load_packed(model_dir, config)
+    elif form is WeightForm.INT4:
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        for name in multiplied_names(config):
+            weights[name] = quantised(plain(weights[name]), 8 if name == head else 4)
+    return weights
+
+
+def _bits(form: WeightForm, packed: PackedFiles, config: LlamaConfig) -> float | None:
+    """The bits of a weight; see weight_bytes."""
+    if form is WeightForm.PACKED:
+        return 8 * packed.num_bytes / sum(math.prod(expected_shapes(config)[name]) for name in multiplied_names(config))
+    return {WeightForm.INT8: 8.0, WeightForm.INT4: 5.5}.get(form)

@@ -63,8 +63,9 @@ def rotation_table(
 
 
 def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `heads` [tokens, heads, head_dim] in place, in float32; `cos` and `sin` are [tokens, 1, head_dim]."""
-    x = heads.to(torch.float32, copy=True)
+    """Rotate `heads` [tokens, heads, head_dim] in place, in float32 or, if they are, in float64; `cos` and `sin` are
+    [tokens, 1, head_dim]."""
+    x = heads.to(torch.promote_types(heads.dtype, torch.float32), copy=True)
     # Product and sum are separate operations, each correctly rounded: a fused one would round differently in the
     # vectorised and in the leftover part of a loop, and which element falls where depends on the number of rows.
     turned = x.roll(heads.shape[-1] // 2, dims=-1).mul_(sin)

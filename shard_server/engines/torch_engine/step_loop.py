@@ -87,7 +87,7 @@ class StepLoop:
         self._speed = StepSpeed()
 
     def warm_up(self, num_max_tokens: int) -> StepSpeed:
-        """Prefill tokens as a step will, at most `num_max_tokens`, and decode one, in free blocks.
+        """Prefill tokens as a step will, at most `num_max_tokens`, decode one, and prefill behind a cached prefix.
 
         Otherwise the first request would pay for first touches of memory. Routers also need speeds to plan with.
         """
@@ -101,6 +101,10 @@ class StepLoop:
             tokens_per_second = self._speed.prefill_tokens_per_second
             budget = min(self.scheduler.prefill_budget(tokens_per_second), int(tokens_per_second * _WARM_UP_SECONDS))
             num_tokens = min(max(num_tokens, budget), num_max_tokens)
+        # Prompts with a cached prefix take other kernels on a GPU, whose first use takes seconds.
+        num_cached = self.scheduler.pool.block_size
+        if num_cached < num_max_tokens:
+            self._measure_step(num_cached, min(num_cached, num_max_tokens - num_cached))
         return self._speed
 
     def add(

@@ -5,8 +5,9 @@
         fake.llms[-1].die(RuntimeError("CUDA error"))
 
 `variant` says which release it is, and what else is special (see Variant); IN_1_2 and IN_NEWEST are the two shapes in
-which the conformance suite runs the adapter. Names are the real ones; whatever else is used raises
-AttributeError, TypeError or ValueError, as the library would.
+which the conformance suite runs the adapter. Names and behaviour are those of releases.py, which was written from the
+library and not from the adapter; whatever else is used raises AttributeError, TypeError or ValueError, as the library
+would.
 """
 
 from __future__ import annotations
@@ -19,9 +20,21 @@ from collections.abc import Iterator
 from tests.fakes.fake_tensorrt_llm import configs
 from tests.fakes.fake_tensorrt_llm.llm import IN_1_2, IN_NEWEST, FakeLlm, Variant, make_llm_class
 from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestError
-from tests.fakes.fake_tensorrt_llm.transfers import NewDisaggregatedParams
+from tests.fakes.fake_tensorrt_llm.releases import NEWEST, RELEASE_1_2, LibraryRelease
 
-__all__ = ["IN_1_2", "IN_NEWEST", "FakeTensorRtLlm", "RequestError", "Variant", "installed_tensorrt_llm"]
+__all__ = [
+    "IN_1_2",
+    "IN_NEWEST",
+    "NEWEST",
+    "RELEASE_1_2",
+    "FakeTensorRtLlm",
+    "LibraryRelease",
+    "RequestError",
+    "Variant",
+    "installed_tensorrt_llm",
+]
+
+_ONLY_IN_LLM_ARGS = {"TorchLlmArgs", "KvCacheConnectorConfig"}
 
 
 class FakeTensorRtLlm:
@@ -59,45 +72,37 @@ def _modules(fake: FakeTensorRtLlm) -> dict[str, types.ModuleType]:
     if variant.is_stub:
         return {"tensorrt_llm": _module("tensorrt_llm", __version__="1.2.1"), **_executor()}
     release = variant.release
-    llm_args = configs.llm_args_class(release, variant.without_llm_arguments)
-    llmapi: dict[str, type] = {
-        model.__name__: configs.of_release(model, release)
-        for model in (
-            configs.KvCacheConfig,
-            configs.CudaGraphConfig,
-            configs.CacheTransceiverConfig,
-            configs.SchedulerConfig,
-            configs.NGramDecodingConfig,
-            configs.EagleDecodingConfig,
-            configs.Eagle3DecodingConfig,
-            configs.MTPDecodingConfig,
-            configs.DraftTargetDecodingConfig,
-        )
-        if release.has_symbol(f"llmapi.{model.__name__}")
+    classes = {
+        name: configs.class_of(release, name, variant.without_llm_arguments if name == "TorchLlmArgs" else ())
+        for name in release.classes
     }
-    llmapi["KvCacheRetentionConfig"] = configs.KvCacheRetentionConfig
-    llmapi["GuidedDecodingParams"] = configs.GuidedDecodingParams
-    knows_ids = "disagg_request_id" in release.arguments("DisaggregatedParams")
-    llmapi["DisaggregatedParams"] = NewDisaggregatedParams if knows_ids else configs.DisaggregatedParams
-    return {
+    llmapi = {name: kind for name, kind in classes.items() if name not in _ONLY_IN_LLM_ARGS}
+    found = {
         "tensorrt_llm": _module(
             "tensorrt_llm",
             __version__=release.name,
-            LLM=make_llm_class(fake.llms, variant, llm_args),
-            SamplingParams=configs.SamplingParams,
+            LLM=make_llm_class(fake.llms, variant, classes["TorchLlmArgs"]),
+            SamplingParams=configs.sampling_class(release),
         ),
-        "tensorrt_llm.llmapi": _module("tensorrt_llm.llmapi", **llmapi),
-        "tensorrt_llm.llmapi.llm_args": _module(
-            "tensorrt_llm.llmapi.llm_args",
-            TorchLlmArgs=llm_args,
-            KvCacheConnectorConfig=configs.of_release(configs.KvCacheConnectorConfig, release),
+        "tensorrt_llm.llmapi": _module(
+            "tensorrt_llm.llmapi",
+            KvCacheRetentionConfig=configs.KvCacheRetentionConfig,
+            GuidedDecodingParams=configs.GuidedDecodingParams,
+            DisaggregatedParams=configs.handoff_class(release),
+            **llmapi,
         ),
+        "tensorrt_llm.llmapi.llm_args": _module("tensorrt_llm.llmapi.llm_args", **classes),
         "tensorrt_llm.scheduling_params": _module(
             "tensorrt_llm.scheduling_params", SchedulingParams=configs.SchedulingParams
         ),
-        "tensorrt_llm.lora_helper": _module("tensorrt_llm.lora_helper", LoraConfig=configs.LoraConfig),
         **_executor(),
     }
+    parts = release.lora_module.split(".")
+    for end in range(2, len(parts)):
+        path = ".".join(parts[:end])
+        found[path] = _module(path)
+    found[release.lora_module] = _module(release.lora_module, LoraConfig=configs.LoraConfig)
+    return found
 
 
 def _executor() -> dict[str, types.ModuleType]:

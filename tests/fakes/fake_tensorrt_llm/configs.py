@@ -1,14 +1,30 @@
-"""TensorRT-LLM's parameter classes, with the fields of all releases; `of_release` gives those of one. Unknown arguments
-are refused, as pydantic's `extra="forbid"` does."""
+"""TensorRT-LLM's parameter classes, made from the table of releases. Unknown arguments are refused, as pydantic's
+`extra="forbid"` does, and so are the combinations that the library's own validators refuse."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shard_server.engines.tensorrt_llm.versions import Release
+from tests.fakes.fake_tensorrt_llm.releases import RELEASE_1_2, Alias, Deprecated, Fields, LibraryRelease, Required
+
+DECODING_TYPES = {
+    "NGramDecodingConfig": "NGram",
+    "EagleDecodingConfig": "Eagle",
+    "Eagle3DecodingConfig": "Eagle3",
+    "MTPDecodingConfig": "MTP",
+    "DraftTargetDecodingConfig": "Draft_Target",
+    "AutoDecodingConfig": "AUTO",
+    "PARDDecodingConfig": "PARD",
+    "SADecodingConfig": "SA",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AliasChoices:
+    choices: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,68 +33,103 @@ class Field:
 
     default: Any = None
     json_schema_extra: dict[str, str] | None = None
+    validation_alias: AliasChoices | None = None
 
 
 class StrictModel:
     """Like a pydantic model: fields with defaults, `model_fields`, ValueError for anything else."""
 
-    model_fields: ClassVar[dict[str, Any]] = {}
+    model_fields: ClassVar[dict[str, Field]] = {}
+    release: ClassVar[LibraryRelease]
 
     def __init__(self, **values: Any) -> None:
-        unknown = values.keys() - self.model_fields.keys()
+        names = {alias: name for name, field in self.model_fields.items() for alias in _names_of(name, field)}
+        unknown = values.keys() - names.keys()
         if unknown:
             raise ValueError(f"{type(self).__name__}: extra inputs are not permitted: {sorted(unknown)}")
-        for name, default in self.model_fields.items():
-            setattr(self, name, values.get(name, default.default if isinstance(default, Field) else default))
+        given = {names[key]: value for key, value in values.items()}
+        for name, field in self.model_fields.items():
+            if field.default is Required and name not in given:
+                raise ValueError(f"{type(self).__name__}: field required: {name}")
+            setattr(self, name, given.get(name, field.default))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises ValueError."""
 
 
-def of_release(model: type[StrictModel], release: Release) -> type[StrictModel]:
-    """The class with the fields and defaults of one release."""
-    name = model.__name__
-    fields = {key: value for key, value in model.model_fields.items() if key in release.arguments(name)}
-    fields |= release.defaults.get(name, {})
-    for ignored in release.ignores.get(name, ()):
-        fields[ignored] = Field(fields[ignored], {"status": "deprecated"})
-    return type(name, (model,), {"model_fields": fields})
+def _names_of(name: str, field: Field) -> list[str]:
+    return [name] if field.validation_alias is None else field.validation_alias.choices
 
 
-class KvCacheConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "enable_block_reuse": True,
-        "max_tokens": None,
-        "max_attention_window": None,
-        "free_gpu_memory_fraction": 0.9,
-        "host_cache_size": None,
-        "event_buffer_max_size": 0,
-        "enable_partial_reuse": True,
-        "copy_on_partial_reuse": True,
-        "dtype": "auto",
-        "tokens_per_block": 32,
-        "secondary_offload_min_priority": None,
-        "disk_cache_size": None,
-        "kv_events_config": None,
-    }
+class _KvCacheConfig(StrictModel):
+    def validate(self) -> None:
+        if getattr(self, "disk_cache_size", None):
+            path = getattr(self, "disk_cache_path", None)
+            if not path:
+                raise ValueError("kv_cache_config.disk_cache_path must be set when disk_cache_size is positive")
+            if not Path(path).is_dir():
+                raise ValueError(f"kv_cache_config.disk_cache_path {path} does not exist or is not a directory")
 
 
-class CudaGraphConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {"batch_sizes": None, "max_batch_size": 0, "enable_padding": False}
+class _SchedulerConfig(StrictModel):
+    def validate(self) -> None:
+        policy = getattr(self, "waiting_queue_policy", None)
+        if policy is not None and policy not in self.release.waiting_queue_policies:
+            raise ValueError(f"waiting_queue_policy: {policy} is not one of {self.release.waiting_queue_policies}")
 
 
-class CacheTransceiverConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "backend": None,
-        "max_tokens_in_buffer": None,
-        "kv_transfer_timeout_ms": None,
-    }
+class _CacheTransceiverConfig(StrictModel):
+    backend: str | None
+
+    def validate(self) -> None:
+        if self.backend is not None and self.backend not in self.release.transceivers:
+            raise ValueError(f"backend: {self.backend} is not one of {self.release.transceivers}")
 
 
-class SchedulerConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
-        "context_chunking_policy": None,
-        "dynamic_batch_config": None,
-        "waiting_queue_policy": "fcfs",
-    }
+class _DecodingConfig(StrictModel):
+    max_draft_len: int | None
+    speculative_model: str | None
+
+    def validate(self) -> None:
+        kind = self.decoding_type
+        if kind in self.release.needs_draft_model and self.speculative_model is None:
+            raise ValueError(f"speculative_model must be specified for {kind}")
+        if kind not in ("MTP", "AUTO") and not self.max_draft_len:
+            raise ValueError(f"max_draft_len must be > 0 for {kind}")
+
+    @property
+    def decoding_type(self) -> str:
+        return DECODING_TYPES[type(self).__name__]
+
+
+_BASES: Mapping[str, type[StrictModel]] = {
+    "KvCacheConfig": _KvCacheConfig,
+    "SchedulerConfig": _SchedulerConfig,
+    "CacheTransceiverConfig": _CacheTransceiverConfig,
+    **dict.fromkeys(DECODING_TYPES, _DecodingConfig),
+}
+
+
+def class_of(release: LibraryRelease, name: str, without: Iterable[str] = ()) -> type[StrictModel]:
+    """A class of a release, without some of its fields."""
+    fields = {key: _field(key, value) for key, value in release.classes[name].items() if key not in without}
+    return type(name, (_BASES.get(name, StrictModel),), {"model_fields": fields, "release": release})
+
+
+def _field(name: str, default: Any) -> Field:
+    if isinstance(default, Alias):
+        return Field(default.default, validation_alias=AliasChoices([name, default.name]))
+    if isinstance(default, Deprecated):
+        return Field(default.default, {"status": "deprecated"})
+    return Field(default)
+
+
+def dataclass_of(name: str, fields: Fields | Iterable[str], bases: tuple[type, ...] = ()) -> type:
+    """A dataclass of keyword arguments."""
+    given = fields if isinstance(fields, Mapping) else dict.fromkeys(fields)
+    columns = [(key, Any, dataclasses.field(default=value)) for key, value in given.items()]
+    return dataclasses.make_dataclass(name, columns, bases=bases, kw_only=True)
 
 
 class KvCacheRetentionConfig:
@@ -111,62 +162,17 @@ class SchedulingParams:
     attention_dp_relax: bool | None = None
 
 
-class KvCacheConnectorConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "connector_module": None,
-        "connector_scheduler_class": None,
-        "connector_worker_class": None,
-        "connector": None,
-    }
-
-
-class NGramDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "max_draft_len": None,
-        "max_matching_ngram_size": 2,
-        "is_public_pool": True,
-        "allow_advanced_sampling": False,
-    }
-
-
-class EagleDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "max_draft_len": None,
-        "speculative_model_dir": None,
-        "speculative_model": None,
-        "eagle3_one_model": True,
-        "allow_advanced_sampling": False,
-    }
-
-
-class Eagle3DecodingConfig(EagleDecodingConfig):
-    pass
-
-
-class MTPDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "num_nextn_predict_layers": 1,
-        "max_draft_len": None,
-        "allow_advanced_sampling": False,
-    }
-
-
-class DraftTargetDecodingConfig(StrictModel):
-    model_fields: ClassVar[dict[str, Any]] = {
-        "max_draft_len": None,
-        "speculative_model_dir": None,
-        "speculative_model": None,
-        "allow_advanced_sampling": False,
-    }
-
-
-@dataclasses.dataclass
-class LoraConfig:
-    lora_dir: list[str] = dataclasses.field(default_factory=list)
-    max_lora_rank: int = 64
-    lora_target_modules: list[str] = dataclasses.field(default_factory=list)
-    max_loras: int | None = None
-    max_cpu_loras: int | None = None
+LORA_FIELDS: Fields = {
+    "lora_dir": (),
+    "lora_ckpt_source": "hf",
+    "max_lora_rank": 64,
+    "lora_target_modules": (),
+    "trtllm_modules_to_hf_modules": None,
+    "max_loras": None,
+    "max_cpu_loras": None,
+    "swap_gate_up_proj_lora_b_weight": True,
+}
+LoraConfig = dataclass_of("LoraConfig", LORA_FIELDS)
 
 
 class LoRARequest:
@@ -187,49 +193,12 @@ class GuidedDecodingParams:
     structural_tag: str | None = None
 
 
-@dataclasses.dataclass(kw_only=True)
-class DisaggregatedParams:
-    request_type: str | None = None
-    first_gen_tokens: list[int] | None = None
-    ctx_request_id: int | None = None
-    opaque_state: bytes | None = None
-    draft_tokens: list[int] | None = None
-
-
-@dataclasses.dataclass(kw_only=True)
-class SamplingParams:
-    end_id: int | None = None
-    pad_id: int | None = None
-    max_tokens: int = 32
-    bad: Any = None
-    stop: Any = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    embedding_bias: Any = None
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    top_k: int | None = None
-    top_p: float | None = None
-    top_p_min: float | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    length_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    min_p: float | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    guided_decoding: GuidedDecodingParams | None = None
-    ignore_eos: bool = False
-    detokenize: bool = True
-    add_special_tokens: bool = True
-    skip_special_tokens: bool = True
-    exclude_input_from_output: bool = True
-    return_perf_metrics: bool = False
+class _Sampling:
+    max_tokens: Any
+    n: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int):
@@ -242,7 +211,17 @@ class SamplingParams:
         return (self.temperature, self.top_p, self.top_k) == (None, None, None)
 
 
-def llm_args_class(release: Release, without: Iterable[str]) -> type[StrictModel]:
-    """TorchLlmArgs of a release that also lacks some arguments."""
-    names = release.arguments("LLM") - set(without)
-    return type("TorchLlmArgs", (StrictModel,), {"model_fields": dict.fromkeys(sorted(names))})
+def sampling_class(release: LibraryRelease) -> Any:
+    """SamplingParams."""
+    return dataclass_of("SamplingParams", release.sampling, (_Sampling,))
+
+
+def handoff_class(release: LibraryRelease) -> Any:
+    """DisaggregatedParams."""
+    return dataclass_of("DisaggregatedParams", release.handoff)
+
+
+KvCacheConfig: Any = class_of(RELEASE_1_2, "KvCacheConfig")
+SamplingParams: Any = sampling_class(RELEASE_1_2)
+DisaggregatedParams: Any = handoff_class(RELEASE_1_2)
+"""Those of the oldest release, for tests of parts."""

@@ -9,13 +9,15 @@ import dataclasses
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from pathlib import Path
 from typing import Any
 
-from shard_server.engines.tensorrt_llm.versions import RELEASE_1_2, Release
+from safetensors import SafetensorError, safe_open
+
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache
-from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
 from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestError, RequestOutput, Response
+from tests.fakes.fake_tensorrt_llm.releases import RELEASE_1_2, LibraryRelease
 from tests.fakes.fake_tensorrt_llm.transfers import Transfers, context_params, fetch
 
 FIRST_TOKEN, NUM_TOKENS = 500, 4500
@@ -25,9 +27,10 @@ FIRST_TOKEN, NUM_TOKENS = 500, 4500
 @dataclasses.dataclass
 class Request:
     output: RequestOutput
-    params: SamplingParams
+    params: Any
     salt: Any
     disaggregated: Any = None
+    lora_path: str | None = None
     generated: list[list[int]] = dataclasses.field(default_factory=list)
     """Per choice."""
     finished: set[int] = dataclasses.field(default_factory=set)
@@ -42,6 +45,10 @@ class Request:
     def is_decode_leg(self) -> bool:
         return self.disaggregated is not None and self.disaggregated.request_type == "generation_only"
 
+    @property
+    def is_prefill_leg(self) -> bool:
+        return self.disaggregated is not None and self.disaggregated.request_type == "context_only"
+
 
 class Executor:
     def __init__(
@@ -51,9 +58,14 @@ class Executor:
         step_seconds: float,
         tokens_per_step: int,
         transfer_timeout_ms: int | None = None,
-        release: Release = RELEASE_1_2,
+        release: LibraryRelease = RELEASE_1_2,
         num_ranks: int = 1,
+        args: Any = None,
+        padded_vocab_size: int = 49152,
     ) -> None:
+        self._args = args
+        self._padded_vocab_size = padded_vocab_size
+        self._decoding_type = getattr(getattr(args, "speculative_config", None), "decoding_type", None)
         self._release = release
         self._num_ranks = num_ranks
         self.cache = cache
@@ -77,6 +89,7 @@ class Executor:
         self._condition = threading.Condition()
         self._fails: dict[int, tuple[int, Exception]] = {}
         self._death: Exception | None = None
+        self.is_dead = False
         self._thread = threading.Thread(target=self._run, name="fake-tensorrt-llm", daemon=True)
         self._thread.start()
 
@@ -99,6 +112,7 @@ class Executor:
     def die(self, error: Exception) -> None:
         with self._condition:
             self._death = error
+            self.is_dead = True
             self._condition.notify()
 
     def stop(self) -> None:
@@ -156,17 +170,23 @@ class Executor:
 
     def _step(self) -> dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]]:
         batch: list[tuple[Request, Response]] = []
-        if self._death is not None:
+        if self.is_dead:
             dead = [*self._running, *self._waiting]
-            batch += [(request, Response(error=self._death)) for request in dead]
+            if self._death is not None:  # the first time: later requests get no answer at all
+                batch += [(request, Response(error=self._death)) for request in dead]
+                self._death = None
             self._running.clear()
             self._waiting.clear()
         self._apply_aborts(batch)
         self._release_transfers()
         num_context_tokens = self._admit()
         num_generating = len(self._running)
-        for request in list(self._running):
-            self._advance(request, batch)
+        ending = self._forward_error()
+        for request in [] if self.is_dead else list(self._running):
+            if ending is None:
+                self._advance(request, batch)
+            else:
+                self._fail(request, ending, batch)
         self._num_steps += 1
         self._stats += self._rows(num_context_tokens, num_generating)
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]] = {}
@@ -176,15 +196,16 @@ class Executor:
         return by_loop
 
     def _apply_aborts(self, batch: list[tuple[Request, Response]]) -> None:
+        """One that still waits is dropped without any response."""
         for request in [*self._running, *self._waiting]:
             if request.output.request_id not in self._aborted:
                 continue
+            if request in self._waiting:
+                self._waiting.remove(request)
+                continue
             unfinished = set(range(request.params.n)) - request.finished
             batch += [(request, Response(index, finish_reason="cancelled")) for index in sorted(unfinished)]
-            if request in self._running:
-                self._end(request)
-            else:
-                self._waiting.remove(request)
+            self._end(request)
         self._aborted.clear()
 
     def _admit(self) -> int:
@@ -197,6 +218,11 @@ class Executor:
             if reused is None:
                 break
             self._waiting.popleft()
+            death = self._death_by(request)
+            if death is not None:
+                self._death, self.is_dead = death, True
+                self._running.append(request)
+                return num_context_tokens
             self._running.append(request)
             request.referenced = reused
             request.num_blocks = per_choice * request.params.n
@@ -208,11 +234,6 @@ class Executor:
     def _advance(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
         if request.is_decode_leg and not request.generated[0]:
             self._begin_decode_leg(request, batch)
-            return
-        if self.fails_all is not None:
-            self.num_failed += 1
-            batch.append((request, Response(error=self.fails_all)))
-            self._end(request)
             return
         failure = self._fails.get(request.output.request_id)
         if failure is not None and len(request.generated[0]) >= failure[0]:
@@ -236,18 +257,18 @@ class Executor:
         params = request.params
         adapter = request.salt[1:] if isinstance(request.salt, tuple) else ()  # another one gives other tokens
         context = (*adapter, *request.output.prompt_token_ids, *generated)
-        token_id = choose_token(context, params, index, len(generated))
+        token_id = choose_token(context, params, index, len(generated), self._applied)
         generated.append(token_id)
         response.token_ids.append(token_id)
-        if params.logprobs:
+        if params.logprobs and not self._samples_drafts:
             response.logprobs.append(_logprobs(token_id, params.logprobs, chosen_first=params.is_greedy))
         if token_id == params.end_id and not params.ignore_eos:
             response.finish_reason = "stop"
-        elif token_id in (params.stop_token_ids or ()):
+        elif token_id in self._stop_words(params):
             response.finish_reason, response.stop_reason = "stop", token_id
         elif len(generated) >= params.max_tokens:
             response.finish_reason = "length"
-            if request.disaggregated is not None and request.disaggregated.request_type == "context_only":
+            if request.is_prefill_leg:
                 state = self.transfers.keep(request.output.prompt_token_ids, request.referenced, request.num_blocks)
                 request.is_kept = True
                 self._condition.notify_all()
@@ -255,6 +276,51 @@ class Executor:
                 response.disaggregated_params = context_params(
                     request.disaggregated, request.output.request_id, list(generated), response.logprobs, state
                 )
+
+    # -- how it misbehaves --------------------------------------------------------------------------------------------
+
+    def _death_by(self, request: Request) -> Exception | None:
+        """The exception with which the worker ends when it takes this request; None: it does not."""
+        if (
+            request.is_prefill_leg
+            and self._release.context_only_needs_serial_scheduler
+            and not self._args.disable_overlap_scheduler
+        ):
+            return ValueError("Context-only requests need disable_overlap_scheduler")
+        if request.lora_path is not None:
+            return _lora_error(Path(request.lora_path))
+        return None
+
+    def _forward_error(self) -> Exception | None:
+        """What the step raises for all running requests; None: it does not."""
+        if self.fails_all is not None:
+            return self.fails_all
+        for request in self._running:
+            bias = request.params.embedding_bias
+            if bias is not None and len(bias) != self._padded_vocab_size:
+                return RequestError(f"The size of tensor a ({self._padded_vocab_size}) must match ({len(bias)})")
+            if request.params.logprobs and self._samples_drafts and self._release.logprobs_with_one_model == "assert":
+                return RequestError("return_log_probs not implemented for speculative sampler")
+        return None
+
+    def _fail(self, request: Request, error: Exception, batch: list[tuple[Request, Response]]) -> None:
+        self.num_failed += 1
+        batch.append((request, Response(error=error)))
+        self._end(request)
+
+    @property
+    def _samples_drafts(self) -> bool:
+        """True when one-model speculation samples, with a sampler of its own."""
+        return self._decoding_type in self._release.one_model
+
+    @property
+    def _applied(self) -> frozenset[str]:
+        is_cpp = getattr(self._args, "sampler_type", None) == "TRTLLMSampler"
+        return frozenset(self._release.sampling) if is_cpp else self._release.sampler_applies
+
+    def _stop_words(self, params: Any) -> list[int]:
+        drops = params.ignore_eos and self._release.ignore_eos_drops_stop_words
+        return [] if drops else params.stop_token_ids or []
 
     def _begin_decode_leg(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
         """The KV is fetched, and the tokens of the hand-off come first. Their log-probabilities are those of the
@@ -320,20 +386,39 @@ def next_token(context: tuple[int, ...], seed: Any) -> int:
     return FIRST_TOKEN + random.Random(hash((context, seed))).randrange(NUM_TOKENS)
 
 
-def choose_token(context: tuple[int, ...], params: SamplingParams, index: int, num_generated: int) -> int:
-    """The model's token, with a logit of 10, unless the parameters make another one likelier; all others have 0."""
-    is_greedy = params.is_greedy or params.min_p == 1
-    logits = {next_token(context, None if is_greedy else (params.seed, index)): 10.0}
+def _lora_error(path: Path) -> Exception | None:
+    """What loading an adapter raises; None: it is loaded."""
+    if (path / "poison").exists():
+        return RuntimeError("an illegal memory access was encountered while the adapter was loaded")
+    try:
+        with safe_open(path / "adapter_model.safetensors", framework="numpy") as file:
+            return None if list(file.keys()) else KeyError("lora_A")
+    except (OSError, SafetensorError) as error:
+        return error
+
+
+def choose_token(context: tuple[int, ...], params: Any, index: int, num_generated: int, applied: frozenset[str]) -> int:
+    """The model's token, with a logit of 3, unless parameters that the sampler applies make another one likelier; all
+    others have 0."""
+
+    def value(name: str) -> Any:
+        return getattr(params, name) if name in applied else None
+
+    is_greedy = params.is_greedy or value("min_p") == 1
+    logits = {next_token(context, None if is_greedy else (params.seed, index)): 3.0}
     logits.setdefault(next_token(context, "second"), 0.0)
-    for token_id, bias in enumerate(() if params.embedding_bias is None else params.embedding_bias.tolist()):
-        if bias:
-            logits[token_id] = logits.get(token_id, 0.0) + bias
-    penalty = params.repetition_penalty or 1.0
+    bias = value("embedding_bias")
+    for token_id, change in enumerate(() if bias is None else bias.tolist()):
+        if change:
+            logits[token_id] = logits.get(token_id, 0.0) + change
+    penalty = value("repetition_penalty") or 1.0
     for token_id in logits.keys() & set(context):
         logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
-    if num_generated < (params.min_tokens or 0):
-        for stop in (params.end_id, *(params.stop_token_ids or ())):
-            logits.pop(stop, None)
+    counts = Counter(context[len(context) - num_generated :])
+    for token_id in logits.keys() & counts.keys():
+        logits[token_id] -= (value("presence_penalty") or 0) + (value("frequency_penalty") or 0) * counts[token_id]
+    if num_generated < (value("min_tokens") or 0):
+        logits.pop(params.end_id, None)  # other stop tokens are not kept back
     return max(logits, key=lambda token_id: logits[token_id])
 
 

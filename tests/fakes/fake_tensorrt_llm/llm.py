@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
-from tests.fakes.fake_tensorrt_llm.configs import SamplingParams, StrictModel
+from tests.fakes.fake_tensorrt_llm.configs import StrictModel
 from tests.fakes.fake_tensorrt_llm.executor import Executor, Request
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, RequestOutput
+from tests.fakes.fake_tensorrt_llm.releases import NEWEST, RELEASE_1_2, LibraryRelease
 
 DEFAULT_NUM_BLOCKS = 256
+DEFAULT_VOCAB_SIZE = 49152
+"""That of a model without a config.json."""
 ERROR_BUDGET = 2
 """How many requests may fail before the health check of releases with a budget does."""
 HangsIn = Literal["", "submit", "response", "shutdown"]
@@ -31,7 +36,7 @@ def hang() -> None:
 class Variant:
     """How a version, or a machine, differs."""
 
-    release: Release = RELEASE_1_2
+    release: LibraryRelease = RELEASE_1_2
     is_stub: bool = False
     """The index's package without the library."""
     without_llm_arguments: Sequence[str] = ()
@@ -45,6 +50,8 @@ class Variant:
     """Speculation."""
     window_sizes: Sequence[int] = (4096,)
     rank: int | None = None
+    notices_death: bool = True
+    """False for a worker whose crash goes unnoticed: it counts as healthy, takes requests, and answers none."""
 
 
 IN_1_2 = Variant()
@@ -60,8 +67,11 @@ class FakeLlm:
         kv_cache = args.kv_cache_config
         if args.enable_lora and not (args.lora_config.lora_target_modules or args.lora_config.lora_dir):
             raise AssertionError("Expecting at least one lora target module")
+        if args.backend != "pytorch":
+            raise ValueError(f"backend {args.backend} is another engine")
         self.args = args
         self.variant = variant
+        self.reported_usage = variant.release.reports_usage and os.environ.get("TRTLLM_NO_USAGE_STATS") != "1"
         block_size = kv_cache.tokens_per_block
         self._num_ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
         num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
@@ -69,7 +79,7 @@ class FakeLlm:
             kv_cache.event_buffer_max_size if variant.has_events else 0,
             variant.window_sizes,
             variant.rank,
-            hexadecimal=variant.release.block_identities == "hexadecimal",
+            hexadecimal=kv_cache.use_kv_cache_manager_v2,
         )
         self.cache = BlockCache(
             num_blocks * self._num_ranks,
@@ -87,9 +97,11 @@ class FakeLlm:
             None if transceiver is None else transceiver.kv_transfer_timeout_ms,
             variant.release,
             self._num_ranks,
+            args,
+            _padded_vocab_size(args, self._num_ranks),
         )
         self.outputs: list[RequestOutput] = []
-        self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.submitted: list[tuple[list[int], Any, dict[str, Any]]] = []
         self.submit_called = asyncio.Event()
         self.refuse_next: Exception | None = None
         """What the next generate_async raises."""
@@ -111,7 +123,7 @@ class FakeLlm:
     def generate_async(
         self,
         inputs: Any,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Any = None,
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
         streaming: bool = False,
@@ -122,6 +134,7 @@ class FakeLlm:
         scheduling_params: Any = None,
         cache_salt: str | None = None,
         priority: float = 0.5,
+        conversation_params: Any = None,
     ) -> RequestOutput:
         if not 0 <= priority <= 1:
             raise ValueError("priority must be between 0 and 1")
@@ -129,12 +142,12 @@ class FakeLlm:
             raise TypeError("trace_headers must be a mapping")
         if self.hangs_in == "submit":
             hang()
-        if self.num_shutdowns:
+        if self.num_shutdowns or self._is_down:
             raise RuntimeError("LLM is shutting down")
         if self.refuse_next is not None:
             refusal, self.refuse_next = self.refuse_next, None
             raise refusal
-        params = sampling_params or SamplingParams()
+        params = sampling_params
         token_ids = list(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs)
         token_ids[-1]  # an empty prompt: IndexError
         if params.end_id is None:
@@ -168,6 +181,7 @@ class FakeLlm:
         )
         salt = (cache_salt, None if lora_request is None else lora_request.lora_int_id)
         request = Request(output, params, cache_salt if lora_request is None else salt, disaggregated_params)
+        request.lora_path = None if lora_request is None else lora_request.lora_path
         self.executor.submit(request, asyncio.get_running_loop())
         return output
 
@@ -187,7 +201,12 @@ class FakeLlm:
     def _check_health(self) -> bool:
         if self.variant.release.has_error_budget and self.executor.num_failed > ERROR_BUDGET:
             return False
-        return not self.num_shutdowns
+        return not (self.num_shutdowns or self._is_down)
+
+    @property
+    def _is_down(self) -> bool:
+        """The error of a worker that has ended shuts the LLM down."""
+        return self.executor.is_dead and self.variant.notices_death
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
@@ -231,6 +250,14 @@ class FakeLlm:
             if time.monotonic() >= deadline:
                 return []
             time.sleep(0.001)  # sleep: as the library waits
+
+
+def _padded_vocab_size(args: Any, num_ranks: int) -> int:
+    """The width of the logits: the output layer is divided evenly among the ranks of tensor parallelism."""
+    path = Path(args.model) / "config.json"
+    vocab_size = json.loads(path.read_bytes())["vocab_size"] if path.exists() else DEFAULT_VOCAB_SIZE
+    num_parts = args.tensor_parallel_size // num_ranks
+    return -(-vocab_size // num_parts) * num_parts
 
 
 class _WithCapacity(FakeLlm):
@@ -278,9 +305,9 @@ class _WithoutSalt(FakeLlm):
 
 
 def make_llm_class(made: list[FakeLlm], variant: Variant, args_class: type[StrictModel]) -> type[FakeLlm]:
-    knows_priority = "priority" in variant.release.arguments("LLM.generate_async")
+    knows_priority = "priority" in variant.release.generate
     base = _WithoutSalt if not variant.takes_cache_salt else FakeLlm if knows_priority else _WithoutPriority
-    if "get_kv_cache_capacity" in variant.release.attributes("LLM"):
+    if variant.release.has_capacity:
         base = _WithCapacity
 
     class LLM(base):

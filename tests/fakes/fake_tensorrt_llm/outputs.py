@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
-
 
 class RequestError(RuntimeError):
     """A request's own failure."""
@@ -62,7 +60,7 @@ class RequestOutput:
         self,
         request_id: int,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: Any,
         aborter: Aborter,
         before_response: Callable[[], None] = lambda: None,
         disaggregated_params: Any = None,

@@ -1,8 +1,7 @@
 """KV that one fake engine keeps for another, in the same process or another one: a file for each context-only request.
 A generation-only request fetches the KV by removing its file, which its keeper notices at its next step.
 
-As in the library, KV that is not fetched is kept for `kv_transfer_timeout_ms`, and for ever without it. The newest
-fields of `DisaggregatedParams` are in a subclass, so that 1.2.1's refuses them.
+As in the library, KV that is not fetched is kept for `kv_transfer_timeout_ms`, and for ever without it.
 """
 
 from __future__ import annotations
@@ -15,19 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.fake_tensorrt_llm.configs import DisaggregatedParams
 from tests.fakes.fake_tensorrt_llm.outputs import Logprob
-
-
-@dataclasses.dataclass(kw_only=True)
-class NewDisaggregatedParams(DisaggregatedParams):
-    """That of the newest versions."""
-
-    disagg_request_id: int | None = None
-    ctx_dp_rank: int | None = None
-    ctx_info_endpoint: str | None = None
-    schedule_style: int | None = None
-    first_gen_log_probs: list[Any] | None = None
 
 
 @dataclasses.dataclass
@@ -79,7 +66,7 @@ class Transfers:
             self._directory = None
 
 
-def fetch(params: DisaggregatedParams, prompt: Sequence[int]) -> bool:
+def fetch(params: Any, prompt: Sequence[int]) -> bool:
     """Whether the KV of that very prompt was there; it is gone from there now."""
     path = Path(os.fsdecode(params.opaque_state or b""))
     try:
@@ -91,13 +78,13 @@ def fetch(params: DisaggregatedParams, prompt: Sequence[int]) -> bool:
 
 
 def context_params(
-    given: DisaggregatedParams, request_id: int, first: list[int], log_probs: list[dict[int, Logprob]], state: bytes
-) -> DisaggregatedParams:
+    given: Any, request_id: int, first: list[int], log_probs: list[dict[int, Logprob]], state: bytes
+) -> Any:
     """What a finished context-only request has. `log_probs` are empty unless the request asked for them."""
     found = dataclasses.replace(
         given, first_gen_tokens=first, opaque_state=state, ctx_request_id=request_id, draft_tokens=None
     )
-    if isinstance(found, NewDisaggregatedParams):
+    if hasattr(found, "disagg_request_id"):
         found.ctx_dp_rank, found.ctx_info_endpoint, found.schedule_style = 0, "tcp://127.0.0.1:1", 0
         found.first_gen_log_probs = log_probs or None
         found.ctx_request_id = found.disagg_request_id if found.disagg_request_id is not None else request_id

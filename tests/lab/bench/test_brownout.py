@@ -17,7 +17,7 @@ PLAN = FabricBrownoutPlan(
 def test_the_ladder_is_as_fast_as_the_overload_is_short() -> None:
     """With the default windows it would have climbed when a short experiment is over."""
     ladder, default = PLAN.ladder(), BrownoutConfig()
-    assert ladder.fast_window_seconds == pytest.approx(default.fast_window_seconds / 10)
+    assert ladder.min_step_seconds == pytest.approx(default.min_step_seconds / 10)
     assert ladder.hold_seconds == pytest.approx(default.hold_seconds / 10)
     assert [step.max_tokens for step in ladder.steps] == [20, 10, 0]
     assert [(name, begin, end) for name, begin, end, _ in PLAN.phases] == [

@@ -19,7 +19,7 @@ async def hits(*, has_flood: bool, has_share: bool) -> Hits:
 
 
 async def test_a_flood_costs_a_guaranteed_tenant_less_than_a_twentieth_of_its_hits() -> None:
-    """The promise of docs/kv-shares.md; without the share, the same flood leaves nothing."""
+    """The promise of docs/operate/kv-shares.md; without the share, the same flood leaves nothing."""
     alone = await hits(has_flood=False, has_share=False)
     flooded = await hits(has_flood=True, has_share=False)
     guaranteed = await hits(has_flood=True, has_share=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom_common.config import BrownoutConfig
 from lab.bench.brownout_model import BrownoutPlan, find_capacity, measure
+from router.core.rule_settings import BrownoutSettings
 
-LADDER = BrownoutConfig().steps
+LADDER = BrownoutSettings().steps
 
 
 def test_the_ladder_is_climbed_step_by_step_and_saves_refusals() -> None:

@@ -23,9 +23,9 @@ SMOKE_MINUTES, SMOKE_SEED = "0.18", "3"
 def test_a_minute_of_chaos_loses_doubles_and_changes_nothing(
     model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):
-    """The promise of the whole fabric, at once and with real processes; docs/reliability.md has the long run. Fewer
-    users and shards than there, for machines with two cores, and two models, which come and go. The users are those of
-    three tenants, whose keys are revoked and whose limits change meanwhile."""
+    """The promise of the whole fabric, at once and with real processes; docs/operate/reliability.md has the long run.
+    Fewer users and shards than there, for machines with two cores, and two models, which come and go. The users are
+    those of three tenants, whose keys are revoked and whose limits change meanwhile."""
     scratch = tmp_path_factory.mktemp("chaos")
     done = run_lab(
         *("chaos", "--minutes", str(MINUTES), "--seed", SEED, "--shards", "2", "--users", "8", "--json"),

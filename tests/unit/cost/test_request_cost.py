@@ -8,6 +8,7 @@ change is meant to cost what it costs, and say in the commit what it buys.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -35,6 +36,7 @@ from kvloom.v1.generation_pb2 import (
     StopConditions,
 )
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, RouterServiceConnectRequest
+from kvloom.v1.safety_service_pb2 import Prefilter as SafetyPrefilter
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
 from kvloom_common.config import KvloomConfig
 from kvloom_common.models.served_model import ServedModel
@@ -63,6 +65,24 @@ from tests.fakes.tiny_tokenizer import model_tokenizer
 
 PROMPT: Final = "the quick brown fox jumps over the lazy dog " * 5
 NUM_SHARDS: Final = 2
+NUM_WARMING: Final = 100
+"""Requests before any is counted."""
+MAX_GROWTH: Final = 3.2
+"""How much dearer a request may be with 128 shards than with 8."""
+SECONDS_PER_LOOK: Final = 0.0005
+"""How far the router's clock moves whenever it is read, so that the counts do not depend on the machine's speed. Three
+readings a request are some 700 requests a second."""
+
+
+class SteadyLoop:
+    """The running loop, with a clock that moves by as much at every reading."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.time = itertools.count(0.0, SECONDS_PER_LOOK).__next__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
 
 
 class Client:
@@ -104,14 +124,19 @@ class Observer(NoopObserver):
         self._metrics.request_ended(ended)
 
 
-def router_half() -> Callable[[], None]:
+def router_half(num_shards: int = NUM_SHARDS) -> Callable[[], None]:
     """From the bytes of a Submit to those for the shard, and from the shard's frame to those for the client."""
     core = RouterCore(core_config(KvloomConfig()), seed=1)
     driver = CoreDriver(core, cast(Any, Observer(core)))
+    driver._loop = cast(Any, SteadyLoop())
     tokenizer = model_tokenizer()
     intake = RequestValidator(tiny_models(tokenizer=tokenizer), 1000, lambda: True)
-    client, shards = Client(), [Shard() for _ in range(NUM_SHARDS)]
-    driver.dispatch(SafetyUp(True, True, Prefilter(["bad"], ["worse"]), PromptFilter(["bad"], [], any_text=True)))
+    client, shards = Client(), [Shard() for _ in range(num_shards)]
+    driver.dispatch(
+        SafetyUp(
+            True, True, Prefilter(["bad"], ["worse"]), PromptFilter(SafetyPrefilter(beginnings=["bad"], any_text=True))
+        )
+    )
     for number, shard in enumerate(shards):
         name = f"s{number}"
         driver.add_shard(name, cast(Any, shard))
@@ -153,6 +178,8 @@ def router_half() -> Callable[[], None]:
         assert client.num_bytes > before
         assert not driver.num_live_requests
 
+    for _ in range(NUM_WARMING):
+        serve()
     return serve
 
 
@@ -201,7 +228,7 @@ def edge_half() -> Callable[[], None]:
     link.start = _start  # pyright: ignore[reportAttributeAccessIssue]
     _finish_now(members.follow_wanted())
     members._refresh()
-    edge = Edge(KvloomConfig().edge, group, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
+    edge = Edge(KvloomConfig(), group, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
     dispatcher = HttpRouter(edge)
     transport = CountingTransport()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
@@ -257,6 +284,13 @@ async def counts() -> Counts:
 async def test_a_request_costs_no_more_than_it_did() -> None:
     """A second placement, a series looked up by its labels, ids as a list: each is little, and all requests pay it."""
     assert_no_dearer("request_cost", await counts())
+
+
+async def test_a_request_costs_little_more_in_a_large_fleet() -> None:
+    """All 128 shards were once scored for each explanation, which is on by default: six times the cost at 8."""
+    with structlog.testing.capture_logs():
+        small, large = bytecodes_of(router_half(8)), bytecodes_of(router_half(128))
+    assert large < MAX_GROWTH * small
 
 
 if __name__ == "__main__":

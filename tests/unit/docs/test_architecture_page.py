@@ -11,9 +11,20 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-PACKAGES = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools", "lab")
+PACKAGES = (
+    "kvloom",
+    "kvloom_common",
+    "edge_http",
+    "router",
+    "shard_server",
+    "safety_svc",
+    "control",
+    "orchestrator",
+    "tools",
+    "lab",
+)
 PATH = re.compile(
-    r"`((?:kvloom|kvloom_common|edge_http|router|shard_server|safety_svc|control|tools|lab|fabric|tests|docs)/[\w./-]*)`"
+    r"`((?:kvloom|kvloom_common|edge_http|router|shard_server|safety_svc|control|orchestrator|tools|lab|fabric|tests|docs)/[\w./-]*)`"
 )
 
 

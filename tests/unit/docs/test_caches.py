@@ -1,5 +1,5 @@
-"""docs/security.md lists every cache of the services with its key: a cache that all tenants share tells one of them
-what another has sent."""
+"""docs/reference/caches.md lists every cache of the services with its key: a cache that all tenants share tells one of
+them what another has sent."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ from safety_svc import folding
 from shard_server.engines import sim_embedding
 from tests.conftest import REPOSITORY
 
-SERVICES: Final = ("kvloom", "kvloom_common", "edge_http", "router", "safety_svc", "shard_server", "control", "fabric")
+SERVICES: Final = (
+    "kvloom",
+    "kvloom_common",
+    "edge_http",
+    "router",
+    "safety_svc",
+    "shard_server",
+    "control",
+    "orchestrator",
+    "fabric",
+)
 _ROW: Final = re.compile(r"^\| (?!what is kept|---).*\|$", re.MULTILINE)
 
 
 def section() -> str:
-    page = (REPOSITORY / "docs/security.md").read_text()
-    return page.split("## Caches\n")[1].split("\n## ")[0]
+    return (REPOSITORY / "docs/reference/caches.md").read_text()
 
 
 def has_cache(path: Path) -> bool:
@@ -55,8 +64,8 @@ NO_CACHES: Final = {
     "kvloom_common/config/keys.py",  # the definition of the settings
     "kvloom_common/config/router.py",  # settings
     "kvloom_common/limits/fair_threads.py",  # a queue
-    "router/result_cache/cache.py",  # keeps nothing itself: see memory.py
-    "router/result_cache/metrics.py",
+    "router/features/result_cache/cache.py",  # keeps nothing itself: see memory.py
+    "router/features/result_cache/metrics.py",
     "shard_server/engines/torch_engine/kv_cache.py",  # the KV's tensors: see block_pool.py
 }
 

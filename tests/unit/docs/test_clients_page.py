@@ -1,4 +1,4 @@
-"""The table of docs/clients.md is that of the clients which `make test-clients` installs."""
+"""The table of docs/how-to/clients.md is that of the clients which `make test-clients` installs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.clients.run_agents import AGENTS, MARK
 
 REPOSITORY = Path(__file__).parents[3]
 CLIENTS_FOLDER = REPOSITORY / "tests" / "clients"
-PAGE = REPOSITORY / "docs" / "clients.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "clients.md"
 
 
 def pinned(environment: str) -> dict[str, str]:

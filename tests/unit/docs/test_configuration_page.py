@@ -1,4 +1,4 @@
-"""docs/configuration.md shows the whole tree with its defaults; this keeps it so."""
+"""docs/reference/configuration.md shows the whole tree with its defaults; this keeps it so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md and its notes name a test for every promise; those tests must exist."""
+"""docs/operate/reliability.md and its notes name a test for every promise; those tests must exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lab.pages import check_page
 from tests.conftest import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "reliability.md"
+PAGE = REPOSITORY / "docs" / "operate" / "reliability.md"
 NOTES = REPOSITORY / "docs" / "notes" / "reliability"
 
 
@@ -36,7 +36,7 @@ def test_reports_have_their_place():
     check_page(NOTES / "chaos.md", ["chaos", "soak"])
 
 
-@pytest.mark.parametrize("page", [REPOSITORY / "docs" / "bug_track_record.md", NOTES / "planted-bugs.md"])
+@pytest.mark.parametrize("page", [REPOSITORY / "docs" / "notes" / "bug-track-record.md", NOTES / "planted-bugs.md"])
 def test_every_planted_bug_on_the_page_exists(page):
     """The pages show how to plant a bug by its name."""
     text = page.read_text()

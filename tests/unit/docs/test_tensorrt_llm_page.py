@@ -1,4 +1,5 @@
-"""docs/tensorrt-llm.md says of each feature how it was verified: its test must exist, and no GPU was there."""
+"""docs/reference/tensorrt-llm-features.md says how each feature was verified: its test must exist, and no GPU was
+there."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 
 from tests.conftest import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "tensorrt-llm.md"
+PAGE = REPOSITORY / "docs" / "reference" / "tensorrt-llm-features.md"
 HEADER = "| feature | 1.2.1 | newest | verified | test |"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 

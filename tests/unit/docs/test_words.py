@@ -67,7 +67,7 @@ def test_both_names_of_a_conditional_event_are_read() -> None:
 
 def test_the_page_lists_every_event() -> None:
     """Operators match names in dashboards and alarms, and must know what there is."""
-    page = (words.REPOSITORY / "docs/logs.md").read_text().split("## All events\n")[1].split("\n## ")[0]
+    page = (words.REPOSITORY / "docs/reference/logs.md").read_text().split("## All events\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     trees = [tree for path, tree in words.trees("structlog|FailureLog") if words.folder_of(path) != words.SDK]
     logged = {name for tree in trees for _, name in words.log_events(tree)}

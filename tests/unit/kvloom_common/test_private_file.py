@@ -19,12 +19,12 @@ from typing import Any, Final
 import pytest
 from sqlalchemy.engine import make_url
 
-from control.database.database import open_database
-from control.database.url import with_driver
 from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.access.api_keys import write_api_keys
 from kvloom_common.access.tenant_file import TenantFile
 from kvloom_common.config import KvloomConfig, dump_config
+from kvloom_common.database.database import open_database
+from kvloom_common.database.url import with_driver
 from kvloom_common.delivery_log import MAX_BYTES, DeliveryLog, WitnessLine
 from kvloom_common.private_file import (
     make_own_folder,
@@ -343,7 +343,8 @@ def test_files_are_renamed_in_one_place_only():
     assert len(files) > 500
     found = {f"{file.relative_to(REPOSITORY)}: {call}" for file in files for call in renames(file.read_text("utf-8"))}
     assert found == {
-        f"{HELPER.relative_to(REPOSITORY)}: {call}" for call in ("source.replace(target)", "source.rename(target)")
+        f"{HELPER.relative_to(REPOSITORY)}: {call}"
+        for call in ("source.replace(target)", "source.rename(target)", "os.link(own, path, follow_symlinks=False)")
     }
 
 

@@ -8,15 +8,18 @@ import pytest
 
 from kvloom_common.config import ShardConfig
 from kvloom_common.plugins import PluginError
+from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
 from tests.fakes.plugin_site import PluginSite
+from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 
 GROUP = "kvloom.engines"
+TOKENIZER = ModelTokenizer(byte_level_tokenizer())
 
 
 def setup(**settings: object) -> EngineSetup:
-    return EngineSetup(Path("model"), "model", ShardConfig(), settings, 1000, frozenset({2}), 4096)
+    return EngineSetup(Path("model"), "model", ShardConfig(), settings, TOKENIZER, 1000, frozenset({2}), 4096)
 
 
 def test_an_engine_checks_its_own_settings(plugin_site: PluginSite) -> None:

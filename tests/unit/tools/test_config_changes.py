@@ -27,8 +27,8 @@ def toml(text: str) -> KvloomConfig:
 @pytest.mark.parametrize(
     ("text", "key", "readers"),
     [
-        ("[edge]\nmax_messages = 7", "edge.max_messages", ["edge"]),
-        ("[edge.resume]\ngrace_seconds = 7", "edge.resume.grace_seconds", ["edge"]),
+        ("[edge]\nmax_body_bytes = 7", "edge.max_body_bytes", ["edge"]),
+        ("[resume]\ngrace_seconds = 7", "resume.grace_seconds", ["router", "edge"]),
         ("[edge]\ntrusted_proxies = ['10.0.0.0/8']", "edge.trusted_proxies", ["router", "edge"]),
         ("[router.placement]\npolicy = 'round_robin'", "router.placement.policy", ["router"]),
         ("[shard.torch.speculation]\nmax_draft_tokens = 2", "shard.torch.speculation.max_draft_tokens", ["shard"]),

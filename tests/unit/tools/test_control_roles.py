@@ -11,7 +11,7 @@ from kvloom_common.discovery.announcer import name_owner
 from kvloom_common.discovery.records import ProcessRecord
 from tools.failures import CommandError
 from tools.supervisor.fleet_records import FleetRecords
-from tools.supervisor.joining import check_one_control, check_roles
+from tools.supervisor.joining import check_one_database, check_roles
 from tools.supervisor.process_specs import plan_restart, plan_stages, started_roles
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -57,11 +57,11 @@ def test_a_fleet_has_one_control_service_unless_they_share_a_database() -> None:
     """Two SQLite files would be two sets of tenants."""
     elsewhere = FleetRecords(control={"west-control": ProcessRecord("west-control", "west:1", "1", "there")})
     own = FleetRecords(control={"control": ProcessRecord("control", "here:1", "1", name_owner("/here"))})
-    check_one_control(config(), own)
-    check_one_control(config("edge"), elsewhere)
-    check_one_control(config(database_url="postgresql://db/kvloom"), elsewhere)
+    check_one_database(config(), own)
+    check_one_database(config("edge"), elsewhere)
+    check_one_database(config(database_url="postgresql://db/kvloom"), elsewhere)
     with pytest.raises(CommandError, match="west-control at west:1"):
-        check_one_control(config(), elsewhere)
+        check_one_database(config(), elsewhere)
 
 
 def test_control_is_restarted_first() -> None:

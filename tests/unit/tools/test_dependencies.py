@@ -53,10 +53,13 @@ def private_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not is_private(node.attr):
             continue
-        text = ast.unparse(node)
-        root, _, rest = text.partition(".")
-        if root in imported and re.fullmatch(r"[\w.]+", rest):
-            yield f"{imported[root]}.{rest}"
+        parts = [node.attr]
+        owner = node.value
+        while isinstance(owner, ast.Attribute):
+            parts.append(owner.attr)
+            owner = owner.value
+        if isinstance(owner, ast.Name) and owner.id in imported:
+            yield ".".join([imported[owner.id], *reversed(parts)])
 
 
 def test_a_library_whose_private_names_are_used_has_an_upper_bound():

@@ -18,7 +18,7 @@ def test_every_group_is_listed_without_plugins() -> None:
 
 
 def test_plugins_are_listed_with_their_packages(plugin_site: PluginSite) -> None:
-    """All five kinds, as docs/plugins.md shows them."""
+    """All five kinds, as docs/how-to/plugins.md shows them."""
     for group in GROUPS:
         plugin_site.install_example(group.group)
     result = CliRunner().invoke(doctor_plugins)

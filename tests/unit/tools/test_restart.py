@@ -166,10 +166,12 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
         no_change,
         dict,
         reload=no_change,
+        preview_reload=no_change,
         sleep_model=no_change,
         wake_model=no_change,
         rollouts=NoRollouts(),
         adapters=NoAdapters(),
+        drain_shard=no_change,
     )
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:

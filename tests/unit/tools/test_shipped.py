@@ -29,7 +29,7 @@ def test_nothing_that_is_shipped_names_a_module_of_the_laboratory():
 
 def test_no_page_says_that_pip_finds_kvloom_by_itself() -> None:
     """`pip install kvloom` was in the docs while no index had it: a make target builds both, and pip is told where."""
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     promised = [
         f"{page.name}: {line}"
         for page in pages

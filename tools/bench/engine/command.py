@@ -61,7 +61,7 @@ def _setting_options(function: F) -> F:
     "--reference", "with_reference", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run."
 )
 @option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
-@option("--quantisation", "with_quality", is_flag=True, help="Also what each weight format changes in the answers.")
+@option("--quantisation", "with_quality", is_flag=True, help="Also what each weight format and kernel family changes.")
 @option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

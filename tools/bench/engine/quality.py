@@ -1,12 +1,13 @@
-"""Measures how number and weight formats change the answers: each is compared with float32, computed by torch's
-operators, on a text that every Python has and on a few greedy answers."""
+"""Measures how number and weight formats and kernel families change the answers: each is compared with float64 on a
+text that every Python has and on a few greedy answers."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import pydoc_data.topics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +18,15 @@ from kvloom.errors import KvloomError
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from tools.bench.engine.exact_model import ExactRunner
 
-BASELINE: Final[dict[str, Any]] = {"dtype": "float32", "kernels": "torch"}
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "packed": {"dtype": "bfloat16", "weights": "packed"},
     "int8": {"dtype": "bfloat16", "weights": "int8"},
+    "int4": {"dtype": "bfloat16", "weights": "int4"},
 }
-"""The options of ModelRunner for each format that is compared with BASELINE."""
+"""The options of ModelRunner for each format that is compared with float64."""
 _BLOCK_SIZE: Final = 16
 _NUM_WINDOWS: Final = 6
 _WINDOW_TOKENS: Final = 384
@@ -51,28 +54,33 @@ def measure_quality(
     num_threads: int,
     max_seconds: float = math.inf,
     on_progress: Callable[[str], None] = lambda _message: None,
+    kernels: Sequence[str] = ("auto",),
 ) -> dict[str, Any]:
-    """Compare FORMATS with BASELINE, one model in memory at a time.
+    """Compare FORMATS, with each of `kernels` (as in kvloom_common.config.TorchConfig), with float64, one model in
+    memory at a time.
 
     `greedy_tokens_agreeing` counts, for every question, the tokens of the two answers before the first difference;
-    `greedy_answer_tokens` counts those of the float32 answer.
+    `greedy_answer_tokens` counts those of the float64 answer. `largest_gap`: where another token is the likeliest, how
+    much likelier, in nats, float64 finds its own, at most: small if only tokens that are about as likely change places.
 
-    If float32 takes longer than `max_seconds` over the text or the answers, it and all formats compute fewer of them. A
+    If float64 takes longer than `max_seconds` over the text or the answers, it and all formats compute fewer of them. A
     format that cannot be computed here has a `note` instead of figures. Raises EngineError.
     """
     windows, prompts = _texts(model_dir)
-    on_progress("quality: float32, with torch's operators")
-    exact = _sample(_runner(model_dir, num_threads, BASELINE), windows, prompts, max_seconds)
+    on_progress("quality: float64")
+    exact = _sample(_exact_runner(model_dir, num_threads), windows, prompts, max_seconds)
     windows, prompts = windows[: len(exact.log_probabilities)], prompts[: len(exact.answers)]
     rows: list[dict[str, Any]] = []
-    for name, options in FORMATS.items():
-        on_progress(f"quality: {name}")
+    for family, (name, options) in itertools.product(kernels, FORMATS.items()):
+        on_progress(f"quality: {name}, kernels {family}")
+        row: dict[str, Any] = {"format": name, "kernels": family}
+        rows.append(row)
         try:
-            sample = _sample(_runner(model_dir, num_threads, options), windows, prompts)
+            sample = _sample(_runner(model_dir, num_threads, {**options, "kernels": family}), windows, prompts)
         except EngineError as error:
-            rows.append({"format": name, "note": str(error)})
-            continue
-        rows.append({"format": name, "note": None, **_compared(exact, sample, windows)})
+            row["note"] = str(error)
+        else:
+            row |= {"note": None, **_compared(exact, sample, windows)}
     return {
         "num_tokens": sum(len(window) - 1 for window in windows),
         "perplexity": round(_perplexity(exact, windows), 3),
@@ -83,15 +91,17 @@ def measure_quality(
 
 def quality_table(quality: dict[str, Any]) -> str:
     """Render the measurement as text."""
-    lines = [f"quality, {quality['num_tokens']} tokens: float32 has perplexity {quality['perplexity']}"]
+    lines = [f"quality, {quality['num_tokens']} tokens: float64 has perplexity {quality['perplexity']}"]
     for row in quality["formats"]:
+        name = f"  {row['format']:9} {row['kernels']:12}"
         if row["note"]:
-            lines.append(f"  {row['format']:9} no sample: {row['note']}")
+            lines.append(f"{name} no sample: {row['note']}")
             continue
         lines.append(
-            f"  {row['format']:9} perplexity {row['perplexity']}, KL divergence {row['kl_divergence']} from float32, "
-            f"the likeliest token is the same in {row['top_1_agreement']:.1%}; greedy answers agree for "
-            f"{row['greedy_tokens_agreeing']} of {quality['greedy_answer_tokens']} tokens"
+            f"{name} perplexity {row['perplexity']}, KL divergence {row['kl_divergence']} from float64, the likeliest "
+            f"token is the same in {row['top_1_agreement']:.1%}, otherwise by at most {row['largest_gap']} nats less "
+            f"likely; greedy answers agree for {row['greedy_tokens_agreeing']} of "
+            f"{quality['greedy_answer_tokens']} tokens"
         )
     return "\n".join(lines)
 
@@ -126,8 +136,13 @@ def _runner(model_dir: Path, num_threads: int, options: dict[str, Any]) -> Model
     )
 
 
+def _exact_runner(model_dir: Path, num_threads: int) -> ExactRunner:
+    num_blocks = (_WINDOW_TOKENS + _ANSWER_TOKENS) // _BLOCK_SIZE + 1
+    return ExactRunner(model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks, num_threads=num_threads)
+
+
 def _sample(
-    runner: ModelRunner, windows: list[list[int]], prompts: list[list[int]], max_seconds: float = math.inf
+    runner: ModelRunner | ExactRunner, windows: list[list[int]], prompts: list[list[int]], max_seconds: float = math.inf
 ) -> _Sample:
     """Windows and answers get `max_seconds` each. The first of each is computed however long it takes."""
     sample = _Sample([], [])
@@ -147,13 +162,17 @@ def _sample(
 def _compared(exact: _Sample, other: _Sample, windows: list[list[int]]) -> dict[str, Any]:
     divergences: list[float] = []
     agreements: list[bool] = []
+    gaps: list[float] = []
     for expected, actual in zip(exact.log_probabilities, other.log_probabilities, strict=True):
         divergences += (expected.exp() * (expected - actual)).sum(1).tolist()
-        agreements += (expected.argmax(1) == actual.argmax(1)).tolist()
+        likeliest = actual.argmax(1, keepdim=True)
+        agreements += (expected.argmax(1) == likeliest[:, 0]).tolist()
+        gaps.append((expected.amax(1) - expected.gather(1, likeliest)[:, 0]).max().item())
     return {
         "perplexity": round(_perplexity(other, windows), 3),
-        "kl_divergence": round(sum(divergences) / len(divergences), 5),
+        "kl_divergence": round(sum(divergences) / len(divergences), 6),
         "top_1_agreement": round(sum(agreements) / len(agreements), 4),
+        "largest_gap": round(max(gaps), 3),
         "greedy_tokens_agreeing": [_num_agreeing(*pair) for pair in zip(exact.answers, other.answers, strict=True)],
     }
 
@@ -165,7 +184,7 @@ def _perplexity(sample: _Sample, windows: list[list[int]]) -> float:
     return torch.tensor(losses).mean().exp().item()
 
 
-def _log_probabilities(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
+def _log_probabilities(runner: ModelRunner | ExactRunner, token_ids: list[int]) -> torch.Tensor:
     """float32 [len(token_ids) - 1, vocab_size]: the distribution after every token but the last."""
     blocks = list(range(-(-len(token_ids) // _BLOCK_SIZE)))
     # All tokens but the first are drafts, so that there are logits after every token.
@@ -173,7 +192,7 @@ def _log_probabilities(runner: ModelRunner, token_ids: list[int]) -> torch.Tenso
     return torch.log_softmax(logits[:-1], -1)
 
 
-def _answer(runner: ModelRunner, prompt: list[int]) -> list[int]:
+def _answer(runner: ModelRunner | ExactRunner, prompt: list[int]) -> list[int]:
     """A greedy answer, up to the end of the sequence."""
     known, num_computed = list(prompt), 0
     for _ in range(_ANSWER_TOKENS):

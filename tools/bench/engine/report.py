@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import math
@@ -171,12 +172,25 @@ def _sections(
         (
             also.quality,
             "quality",
-            lambda: add("quality", lambda: measure_quality(model_dir, num_threads, max_seconds, on_progress)),
+            lambda: add(
+                "quality",
+                lambda: measure_quality(model_dir, num_threads, max_seconds, on_progress, _compared_kernels(torch)),
+            ),
         ),
         (also.guided, "guided", lambda: add("guided", lambda: measure_guided(model_dir, DEFAULT_BATCHES))),
         (also.roofline, "roofline", functools.partial(_add_roofline, model_dir, torch, report)),
     ]
     return [(key, run) for is_wanted, key, run in sections if is_wanted]
+
+
+def _compared_kernels(torch: TorchConfig) -> list[str]:
+    """Every family that runs here, or the one that is asked for."""
+    if torch.kernels == "auto":
+        with contextlib.suppress(ImportError):  # without numba there are none
+            from shard_server.engines.torch_engine.kernels.families import runnable_families
+
+            return [family.name for family in runnable_families()]
+    return [torch.kernels]
 
 
 def _add_reference(model_dir: Path, num_threads: int, max_seconds: float, report: dict[str, Any]) -> None:

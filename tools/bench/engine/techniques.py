@@ -21,7 +21,7 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 
-SPECULATION: Final = SpeculationConfig(max_draft_tokens=8, max_ngram=3)
+SPECULATION: Final = SpeculationConfig(max_draft_tokens=8)
 _ROUNDS: Final = 3
 _ANSWER_TOKENS: Final = 128
 _TEXTS: Final = {

@@ -18,7 +18,8 @@ def class_options(scope: str, all_of_them: str, otherwise: str) -> tuple[AddOpti
             "classes",
             scope=scope,
             multiple=True,
-            help=f"A priority class (docs/scheduling.md) that may be named. May be repeated.  [default: {all_of_them}]",
+            help="A priority class (docs/concepts/scheduling.md) that may be named. May be repeated.  "
+            f"[default: {all_of_them}]",
         ),
         option("--all-classes", scope=scope, is_flag=True, help="All priority classes may be named."),
         option(

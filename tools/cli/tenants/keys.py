@@ -99,7 +99,8 @@ def rights_options(function: F) -> F:
     scope="keys",
     default="",
     metavar="KIND:NAME",
-    help="Make no key, but let an identity of an OIDC issuer or a certificate use the project (docs/tenancy.md).",
+    help="Make no key, but let an identity of an OIDC issuer or a certificate use the project "
+    "(docs/operate/tenancy.md).",
 )
 @rights_options
 @limit_options("keys")
@@ -139,7 +140,7 @@ def create(
         ),
         create_project=create_project,
     )
-    click.echo(f"it may: {may_do(made.key.scopes)} (docs/tenancy.md#which-key-for-what)", err=True)
+    click.echo(f"it may: {may_do(made.key.scopes)} (docs/operate/tenancy.md#which-key-for-what)", err=True)
     _show_secret(made, as_json=as_json)
 
 

@@ -66,7 +66,7 @@ def create(
     scope="orgs",
     multiple=True,
     metavar="NAME=N",
-    help="How much it may have (max_keys, max_projects, max_users, max_entry_bytes); 0: as configured.",
+    help="How much it may have (max_keys, max_projects, max_users, max_entry_bytes); 0: the usual quota.",
 )
 @json_option("orgs")
 @directory_options

@@ -14,6 +14,7 @@ from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed,
 from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.scaling import FleetScaler
 from tools.simulate.fleet.shard import SimShard
 
 MODEL: Final = "simulated"
@@ -66,6 +67,8 @@ class FleetOptions:
     """True when the router is told the tenants of calls."""
     has_classes: bool = True
     """True when the router is told which calls are batch, and so each shard which ones are urgent."""
+    scaler: FleetScaler | None = None
+    """Decides how many of the shards there are. None: all of them, all the time."""
     on_action: Callable[[Action, float], None] | None = None
     """Called with every action of every router and its time."""
 

@@ -5,7 +5,7 @@
 
 Here x is the number of prefill tokens of one request in this step. The profiles 8b and 70b follow the H100 datasheet
 (989e12 FLOPS and 3.35e12 bytes/s of HBM per GPU); their utilisations are assumptions. 8b-h100 has the steps that this
-repository's torch engine was measured to take (docs/performance-gpu.md#steps-of-an-h100).
+repository's torch engine was measured to take (docs/notes/engines/gpu.md#steps-of-an-h100).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from kvloom.v1.shard_service_pb2 import AdapterState, GetInfoRequest, LoadAdapte
 from kvloom_common.config import AdapterConfig, KvloomConfig, ModelConfig, dump_config
 from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.trust.fabric_trust import FabricTrust
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
@@ -76,9 +77,14 @@ class AdapterChanges:
         on_step(f"{name} is on {len(shards)} shards: checksum {state.checksum[:12]}, rank {state.rank}")
 
     async def _load_all(self, shards: Sequence[ProcessStatus], adapter: AdapterConfig, name: str) -> list[AdapterState]:
-        loads = (self._load_one(shard, adapter) for shard in shards)
+        """One shard loads it before the others get it: an adapter that ends an engine ends one."""
+        first, *others = shards
         try:
-            results = await asyncio.gather(*loads, return_exceptions=True)
+            results: list[AdapterState | BaseException] = []
+            results += await asyncio.gather(self._load_one(first, adapter, load_now=True), return_exceptions=True)
+            if isinstance(results[0], AdapterState):
+                loads = (self._load_one(shard, adapter) for shard in others)
+                results += await asyncio.gather(*loads, return_exceptions=True)
         except asyncio.CancelledError:
             await self._unload_all(shards, adapter.name, 0.0)
             raise
@@ -87,7 +93,7 @@ class AdapterChanges:
         if not failures and len({state.checksum for state in states}) > 1:
             failures = [CommandError("the shards have read different files")]
         if failures:
-            taken = [shard for shard, result in zip(shards, results, strict=True) if isinstance(result, AdapterState)]
+            taken = [shard for shard, result in zip(shards, results, strict=False) if isinstance(result, AdapterState)]
             kept = await self._unload_all(taken, adapter.name, 0.0)
             undone = f"; it could not be taken back from {', '.join(kept)}" if kept else ""
             raise CommandError(f"{name} was not loaded: {_message(failures[0])}{undone}")
@@ -131,9 +137,9 @@ class AdapterChanges:
             return ()
         return answer.adapters.adapters
 
-    async def _load_one(self, shard: ProcessStatus, adapter: AdapterConfig) -> AdapterState:
+    async def _load_one(self, shard: ProcessStatus, adapter: AdapterConfig, *, load_now: bool = False) -> AdapterState:
         """Raises CommandError."""
-        request = LoadAdapterRequest(name=adapter.name, path=adapter.path)
+        request = LoadAdapterRequest(name=adapter.name, path=adapter.path, load_now=load_now)
         answer = await self._call(shard, "LoadAdapter", request, _LOAD_TIMEOUT_SECONDS)
         if answer.HasField("error"):
             raise CommandError(f"{shard.name}: {answer.error.message}")
@@ -170,7 +176,7 @@ class AdapterChanges:
         if model is None:
             raise CommandError(f"there is no model {name}; there are {', '.join(one.name for one in models)}")
         settings = shard_config(self.config, model)
-        if settings.engine == "sim" and settings.sim.shards_per_process > 1:
+        if shards_per_process(settings) > 1:
             raise CommandError(
                 f"{name} takes no adapters now: its shards share a process (shard.sim.shards_per_process)"
             )

@@ -19,6 +19,7 @@ from kvloom.v1.shard_service_pb2 import DrainRequest, SleepRequest, WakeRequest,
 from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.trust.fabric_trust import FabricTrust
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch, ShardWork
@@ -126,7 +127,7 @@ class ModelChanges:
         if name in self.asleep:
             raise CommandError(f"{name} sleeps already (kvloom models wake {name})")
         settings = shard_config(self.config, model)
-        if settings.engine == "sim" and settings.sim.shards_per_process > 1:
+        if shards_per_process(settings) > 1:
             raise CommandError(f"{name} cannot sleep: its shards share a process (shard.sim.shards_per_process)")
         if not self._running(name):
             raise CommandError(f"{name} cannot sleep: none of its shards runs")

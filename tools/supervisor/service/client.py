@@ -69,9 +69,11 @@ class SupervisorClient:
         """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
         await self._follow(self._stub.Restart(RestartRequest(names=names)), on_step, "the restart was complete")
 
-    async def reload(self, config_file: Path | None, restart: bool, on_step: Callable[[str], None]) -> None:
+    async def reload(
+        self, config_file: Path | None, restart: bool, on_step: Callable[[str], None], *, dry_run: bool = False
+    ) -> None:
         """Returns when all is applied that can be. Raises CommandError with the reason if the file cannot be used."""
-        request = ReloadRequest(config_file=str(config_file or ""), restart=restart)
+        request = ReloadRequest(config_file=str(config_file or ""), restart=restart, dry_run=dry_run)
         await self._follow(self._stub.Reload(request), on_step, "the reload was complete")
 
     async def load_model(self, model: str, num_shards: int | None, on_step: Callable[[str], None]) -> None:

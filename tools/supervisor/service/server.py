@@ -16,6 +16,8 @@ import grpc
 
 from kvloom.v1 import supervisor_service_pb2_grpc
 from kvloom.v1.supervisor_service_pb2 import (
+    DrainShardRequest,
+    DrainShardResponse,
     FollowRolloutRequest,
     FollowRolloutResponse,
     GetStateRequest,
@@ -78,10 +80,13 @@ OnStep = Callable[[str], None]
 Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
 """Called with names and a callback for each step. Raises CommandError."""
 Reload = Callable[[Path | None, bool, OnStep], Awaitable[None]]
+PreviewReload = Callable[[Path | None, OnStep], Awaitable[None]]
 """Called with the file, if it is another one, and whether to restart processes."""
 LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
 UnloadModel = Callable[[str, float, OnStep], Awaitable[None]]
 SleepModel = Callable[[str, float, OnStep], Awaitable[None]]
+DrainShard = Callable[[str, bool, float | None], Awaitable[tuple[int, int]]]
+"""Called with a shard, whether it drains, and the deadline. Returns (running, waiting). Raises CommandError."""
 WakeModel = Callable[[str, OnStep], Awaitable[None]]
 
 
@@ -121,15 +126,19 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         log_paths: Callable[[], dict[str, Path]],
         *,
         reload: Reload,
+        preview_reload: PreviewReload,
         sleep_model: SleepModel,
         wake_model: WakeModel,
         rollouts: RolloutCommands,
         adapters: AdapterCommands,
+        drain_shard: DrainShard,
     ) -> None:
+        self._drain_shard = drain_shard
         self._rollouts = rollouts
         self._current_state = current_state
         self._restart = restart
         self._reload = reload
+        self._preview_reload = preview_reload
         self._sleep_model = sleep_model
         self._wake_model = wake_model
         self._adapters = adapters
@@ -152,7 +161,13 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
         file = Path(request.config_file) if request.config_file else None
         if file is not None and not file.is_absolute():
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "config_file: the path must be absolute")
-        async for step in _steps(lambda on_step: self._reload(file, request.restart, on_step), context):
+
+        def change(on_step: OnStep) -> Awaitable[None]:
+            if request.dry_run:
+                return self._preview_reload(file, on_step)
+            return self._reload(file, request.restart, on_step)
+
+        async for step in _steps(change, context):
             yield ReloadResponse(step=step)
 
     async def LoadModel(self, request: LoadModelRequest, context: Any) -> AsyncIterator[LoadModelResponse]:
@@ -240,6 +255,15 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
                 for adapter in listed
             ]
         )
+
+    async def DrainShard(self, request: DrainShardRequest, context: Any) -> DrainShardResponse:
+        deadline = request.deadline_seconds if request.HasField("deadline_seconds") else None
+        try:
+            num_running, num_waiting = await self._drain_shard(request.shard, request.draining, deadline)
+        except CommandError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            raise AssertionError("abort raises") from error
+        return DrainShardResponse(num_running=num_running, num_waiting=num_waiting)
 
     async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:
         query = _query(request)

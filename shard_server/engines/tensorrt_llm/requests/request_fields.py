@@ -28,9 +28,9 @@ def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
     guide = request.guide
     if guide is None:
         return {}
-    if backend == "off":
+    if not backend:
         # TensorRT-LLM would silently generate unguided text.
-        raise EngineError("guided decoding needs shard.tensorrt_llm.guided_decoding_backend")
+        raise EngineError("guided decoding needs shard.tensorrt_llm.options.guided_decoding_backend")
     if request.output_token_ids:
         # Its matcher starts at the first generated token and treats the tokens of earlier attempts as prompt.
         raise EngineError("TensorRT-LLM cannot continue a guided answer that was begun elsewhere")
@@ -117,6 +117,8 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
         Capability.MIN_P: sampling.min_p,
         Capability.LOGIT_BIAS: sampling.logit_bias,
         Capability.MIN_TOKENS: request.min_tokens,
+        Capability.LOGPROBS: sampling.num_logprobs is not None,
+        Capability.PROMPT_LOGPROBS: sampling.num_prompt_logprobs is not None,
     }.items():
         if is_asked and capability not in info.capabilities:
-            raise EngineError(f"the sampler here ignores {capability.value} (shard.tensorrt_llm.penalties)")
+            raise EngineError(f"the sampler here has no {capability.value} (docs/how-to/tensorrt-llm.md)")

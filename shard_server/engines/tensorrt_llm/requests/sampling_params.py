@@ -1,14 +1,13 @@
 """An EngineRequest as TensorRT-LLM's SamplingParams.
 
-Two differences from the torch engine remain: a seed makes an answer repeatable only as far as the
-sampler and the batch allow; penalties are those of the sampler (the C++ sampler counts prompt tokens as well,
-unless `prompt_ignore_length` exists, and some samplers ignore them: hence `shard.tensorrt_llm.penalties`).
+Two differences from the torch engine remain: a seed makes an answer repeatable only as far as the sampler and the batch
+allow; penalties are those of the sampler, which counts prompt tokens as well unless `prompt_ignore_length` exists.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
@@ -16,6 +15,9 @@ from shard_server.engines.tensorrt_llm.requests.request_fields import guide_argu
 
 _SEED_MASK = 2**63 - 1
 """Some samplers hold seeds in signed 64 bits."""
+NO_END: Final = -1
+"""The end_id of an answer that no end-of-sequence token ends. Newer versions drop the stop tokens of a request with
+`ignore_eos`, which does the same otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +29,15 @@ class SamplingMapper:
     takes_prompt_length: bool
     """True when this version can be told which tokens of the prompt penalties must not count."""
     guided_decoding_backend: str
+    logits_width: int
+    """The number of logits of a position: the model's vocabulary, as it is padded, which may be larger than the
+    tokenizer's."""
 
     @classmethod
-    def of(cls, library: TensorRtLlm, guided_decoding_backend: str) -> SamplingMapper:
+    def of(cls, library: TensorRtLlm, guided_decoding_backend: str, logits_width: int) -> SamplingMapper:
+        takes_prompt_length = library.knows("SamplingParams", "prompt_ignore_length")
         make = library.symbol("SamplingParams")
-        return cls(library, make, library.knows("SamplingParams", "prompt_ignore_length"), guided_decoding_backend)
+        return cls(library, make, takes_prompt_length, guided_decoding_backend, logits_width)
 
     def params_of(self, request: EngineRequest, info: EngineInfo) -> Any:
         """The SamplingParams of a request. Raises EngineError for anything that this engine cannot do."""
@@ -40,7 +46,7 @@ class SamplingMapper:
             # Tokens of earlier attempts were appended to the prompt, but still count as output.
             arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
         if request.sampling.logit_bias:
-            arguments["embedding_bias"] = _embedding_bias(request, info.vocab_size)
+            arguments["embedding_bias"] = _embedding_bias(request, self.logits_width)
         guide = guide_arguments(request, self.guided_decoding_backend)
         if guide:
             arguments["guided_decoding"] = self.library.build("llmapi.GuidedDecodingParams", "guide", **guide)
@@ -88,17 +94,17 @@ def _stop_arguments(stops: frozenset[int], eos_token_ids: frozenset[int]) -> dic
     """Without a tokenizer the engine knows no end-of-sequence token: one is `end_id`, the others are stop tokens."""
     ends = sorted(stops & eos_token_ids)
     if not ends:
-        end_id = min(eos_token_ids, default=0)  # must be set, but is ignored
-        return {"end_id": end_id, "pad_id": end_id, "ignore_eos": True, "stop_token_ids": sorted(stops) or None}
+        pad_id = min(eos_token_ids, default=0)
+        return {"end_id": NO_END, "pad_id": pad_id, "stop_token_ids": sorted(stops) or None}
     others = sorted(stops - {ends[0]})
     return {"end_id": ends[0], "pad_id": ends[0], "stop_token_ids": others or None}
 
 
-def _embedding_bias(request: EngineRequest, vocab_size: int) -> Any:
-    """Returns what is added to each logit: a tensor over the vocabulary."""
+def _embedding_bias(request: EngineRequest, logits_width: int) -> Any:
+    """Returns what is added to each logit: a tensor as wide as they are. Another width fails the whole batch."""
     import torch  # the library has loaded it
 
-    bias = torch.zeros(vocab_size)
+    bias = torch.zeros(logits_width)
     for token_id, value in request.sampling.logit_bias:
         bias[token_id] = value
     return bias

@@ -1,7 +1,7 @@
 """How urgent a request is to TensorRT-LLM, how long its blocks are kept, and on which rank it runs best.
 
-Ranks of classes are kvloom's: the lower, the more urgent (docs/scheduling.md). TensorRT-LLM's priorities are the other
-way round, and a request of INTERACTIVE_RANK has the library's own defaults.
+Ranks of classes are kvloom's: the lower, the more urgent (docs/concepts/scheduling.md). TensorRT-LLM's priorities are
+the other way round, and a request of INTERACTIVE_RANK has the library's own defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from kvloom_common.class_rank import INTERACTIVE_RANK
 from kvloom_common.config import TensorRtLlmConfig
 from shard_server.engines.base import EngineError, EngineRequest
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+from shard_server.engines.tensorrt_llm.settings import OPTIONS, TensorRtSettings
 
 DEFAULT_PRIORITY: Final = 0.5
 """The library's, in its range from 0 to 1: the higher, the sooner a request leaves the queue."""
@@ -32,11 +33,11 @@ class RequestScheduling:
     traces: bool
 
     @classmethod
-    def of(cls, library: TensorRtLlm, config: TensorRtLlmConfig) -> RequestScheduling:
+    def of(cls, library: TensorRtLlm, config: TensorRtLlmConfig, settings: TensorRtSettings) -> RequestScheduling:
         """Raises EngineError that names the option which the version lacks."""
         wanted = {
-            "priority": ("waiting_queue_policy", config.waiting_queue_policy == "priority"),
-            "kv_cache_retention_config": ("kv_cache.retention_by_class", config.kv_cache.retention_by_class),
+            "priority": ("options.scheduler_config.waiting_queue_policy", settings.orders_by_priority),
+            "kv_cache_retention_config": ("retention_by_class", config.retention_by_class),
             "scheduling_params": ("attention_dp_follows_prefix", config.attention_dp_follows_prefix),
         }
         for argument, (field, is_set) in wanted.items():
@@ -44,8 +45,8 @@ class RequestScheduling:
                 raise EngineError(
                     f"shard.tensorrt_llm.{field}: TensorRT-LLM {library.version}'s generate_async has no {argument}"
                 )
-        if config.attention_dp_follows_prefix and not config.attention_dp:
-            raise EngineError("shard.tensorrt_llm.attention_dp_follows_prefix needs attention_dp = true")
+        if config.attention_dp_follows_prefix and not settings.attention_dp:
+            raise EngineError(f"shard.tensorrt_llm.attention_dp_follows_prefix needs {OPTIONS}.enable_attention_dp")
         is_set = [is_set for _, is_set in wanted.values()]
         return cls(library, is_set[0], is_set[1], is_set[2], library.knows(_GENERATE, "trace_headers"))
 

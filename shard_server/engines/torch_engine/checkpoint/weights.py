@@ -48,7 +48,7 @@ def load_tensors(
     weights: dict[str, torch.Tensor] = {}
     for number, path in enumerate(paths, 1):
         on_progress(f"weights: file {number} of {len(paths)}, {path.name}")
-        with _opened(path) as file:
+        with opened(path) as file:
             for name, (place, stored_name) in places.items():
                 if place == path:
                     weights[name] = file.get_tensor(stored_name)
@@ -86,15 +86,15 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(config: LlamaConfig, dtype: torch.dtype, *, int8_weights: bool = False) -> int:
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype, *, bits: float | None = None) -> int:
     """The memory of the loaded weights in bytes. A tied embedding counts twice, because the head has a layout of its
-    own. `int8_weights` applies to the linear layers and the head, but not to the embedding."""
+    own. `bits`: of each weight of the linear layers and the head, but not of the embedding; None: those of `dtype`."""
     embedding_size = config.vocab_size * config.hidden_size
     num_weights = sum(math.prod(shape) for shape in expected_shapes(config).values())
     if config.tie_word_embeddings:
         num_weights += embedding_size
-    if int8_weights:
-        return embedding_size * dtype.itemsize + num_weights - embedding_size
+    if bits is not None:
+        return embedding_size * dtype.itemsize + round((num_weights - embedding_size) * bits / 8)
     return num_weights * dtype.itemsize
 
 
@@ -125,7 +125,7 @@ def _check_headers(
     """The file of every expected tensor, and its name there."""
     places: dict[str, tuple[Path, str]] = {}
     for path in weight_files(model_dir):
-        with _opened(path) as file:
+        with opened(path) as file:
             for stored_name in file.keys():  # noqa: SIM118  (not a dict)
                 name = canonical(stored_name)
                 if name not in expected:
@@ -162,7 +162,7 @@ def _check_ignorable(model_dir: Path, config: LlamaConfig, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
+def opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.config import AttentionConfig
 from shard_server.engines.torch_engine.config_values import MAX_MESSAGE_CHARS, positive, read_object
 
 ENCODER_TYPES: Final = ("bert", "roberta", "xlm-roberta")
@@ -29,6 +30,11 @@ class EncoderConfig:
     """The row of a text's first token: RoBERTa's families begin behind the one of padding."""
     num_token_types: int
     layer_norm_eps: float
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """That of one layer."""
+        return AttentionConfig(1, self.num_heads, self.num_heads, self.hidden_size // self.num_heads, (None,))
 
     @property
     def max_tokens(self) -> int:

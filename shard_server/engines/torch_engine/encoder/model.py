@@ -55,7 +55,7 @@ class EncoderModel:
         # Texts are never pairs: every token has the first type.
         first_type = take("embeddings.token_type_embeddings.weight")[0]
         self._positions = take("embeddings.position_embeddings.weight") + first_type
-        self._embedding_norm = norm("embeddings.LayerNorm")
+        self.embedding_norm = norm("embeddings.LayerNorm")
         self.layers: list[EncoderLayer] = []
         for index in range(config.num_layers):
             prefix = f"encoder.layer.{index}"
@@ -82,20 +82,23 @@ class EncoderModel:
 
         Returns the hidden states of all tokens, one text after the other: float32 [tokens, hidden_size].
         """
-        first = self._config.first_position
         sizes = [len(text) for text in texts]
-        token_ids = [token_id for text in texts for token_id in text]
-        positions = [position for size in sizes for position in range(first, first + size)]
-        padding = [0] * num_padding
-        x = F.embedding(torch.tensor(token_ids + padding, device=self._device), self._words)
-        x += F.embedding(torch.tensor(positions + padding, device=self._device), self._positions)
-        x = self._normalise(x, self._embedding_norm)
+        x = F.pad(self.embed(texts), (0, 0, 0, num_padding))
+        x = self._normalise(x, self.embedding_norm)
         for layer in self.layers:
             attended = self._attend(layer.qkv(x), sizes)
             x = self._normalise(layer.attention_output.add(attended, x), layer.attention_norm)
             inner = F.gelu(layer.intermediate(x))
             x = self._normalise(layer.output.add(inner, x), layer.output_norm)
-        return x[: len(token_ids)].float()
+        return x[: sum(sizes)].float()
+
+    def embed(self, texts: Sequence[Sequence[int]], out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the embeddings of each token and its position, in the type of the weights."""
+        first = self._config.first_position
+        token_ids = [token_id for text in texts for token_id in text]
+        positions = [position for text in texts for position in range(first, first + len(text))]
+        x = torch.index_select(self._words, 0, torch.tensor(token_ids, device=self._device), out=out)
+        return x.add_(torch.index_select(self._positions, 0, torch.tensor(positions, device=self._device)))
 
     def _attend(self, qkv: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Each text by itself, so that its result does not depend on the others. Rows of padding become zero."""

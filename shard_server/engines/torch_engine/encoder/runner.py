@@ -1,28 +1,42 @@
-"""An encoder with the arithmetic that it computes with. It is small, and computes in float32 unless told otherwise."""
+"""An encoder with the arithmetic that it computes with: compiled kernels, with bf16 or 8-bit weights, whichever are
+faster on this machine; where those cannot run, torch's operators, in float32 unless told otherwise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.arithmetic import DTYPES
+from shard_server.engines.torch_engine.arithmetic import DTYPES, ArithmeticChoice, compiled_threads
 from shard_server.engines.torch_engine.checkpoint.sentence_config import load_sentence_config
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
-from shard_server.engines.torch_engine.encoder.config import load_encoder_config
+from shard_server.engines.torch_engine.encoder.config import EncoderConfig, load_encoder_config
 from shard_server.engines.torch_engine.encoder.model import EncoderModel
 from shard_server.engines.torch_engine.encoder.weights import expected_shapes, load_encoder_weights
 from shard_server.engines.torch_engine.memory import available_memory_bytes
 from shard_server.engines.torch_engine.operators.linear import INVARIANT_ROWS, TorchLinears, common_row_granularity
+from shard_server.engines.torch_engine.weight_form import WeightForm
+
+if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 
 _OVERHEAD_BYTES: Final = 128 * 2**20
 _PROBED_SIZES: Final = (19, 1, 40, 64)
 """The numbers of tokens of the texts by which a batch is compared with its texts alone."""
+
+
+class _Computes(NamedTuple):
+    """Holds what computes, and what it is called."""
+
+    forward: Callable[[Sequence[Sequence[int]]], torch.Tensor]
+    may_be_invariant: bool
+    variant: str
+    description: str
 
 
 class EncoderRunner:
@@ -50,35 +64,27 @@ class EncoderRunner:
         self.max_model_len = max_model_len or min(sentence.max_tokens or encoder.max_tokens, encoder.max_tokens)
         if self.max_model_len > encoder.max_tokens:
             raise EngineError(f"max_model_len is {max_model_len}, more than the {encoder.max_tokens} of {model_dir}")
-        dtype = torch.float32 if config.dtype == "auto" else DTYPES[config.dtype]
+        threads = _compiled_threads(encoder, config, device, on_progress)
+        dtype = torch.float32 if config.dtype == "auto" or threads is not None else DTYPES[config.dtype]
         num_bytes = sum(math.prod(shape) for shape in expected_shapes(encoder).values()) * dtype.itemsize
         if device.type == "cpu" and num_bytes + _OVERHEAD_BYTES > available_memory_bytes():
             raise EngineError(f"too little memory: the weights need {num_bytes / 2**30:.2f} GiB")
-        is_invariant = config.deterministic and device.type == "cpu"
-        with torch.inference_mode():
-            self._model = EncoderModel(
-                encoder,
-                load_encoder_weights(model_dir, encoder, on_progress),
-                dtype=dtype,
-                linears=TorchLinears(INVARIANT_ROWS if is_invariant else None),
-                device=device,
-            )
-            granularity = common_row_granularity(self._model.distinct_products, dtype) if is_invariant else None
-        self._row_granularity = granularity or 1
-        self.batch_invariant = granularity is not None and self._is_invariant()
+        weights = load_encoder_weights(model_dir, encoder, on_progress)
+        if threads is not None:
+            computes = _compiled(encoder, weights, config, threads, on_progress)
+        else:
+            computes = _with_operators(encoder, weights, dtype, device, config)
+        self._forward = computes.forward
+        self.batch_invariant = computes.may_be_invariant and self._is_invariant()
         """True when a text's vector does not depend on the batch, bit for bit: measured on this machine at the
         start."""
-        where = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
-        name = str(dtype).removeprefix("torch.")
-        self.variant = f"{name}/torch-{where}"
-        self.description = f"encoder with torch's operators ({where}), {name}, {torch.get_num_threads()} threads"
+        self.variant = computes.variant
+        self.description = f"encoder with {computes.description}, {torch.get_num_threads()} threads"
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """For each text, given as token ids, the hidden states of its tokens: float32 [tokens, hidden_size]."""
-        sizes = [len(text) for text in texts]
-        num_padding = -sum(sizes) % self._row_granularity
-        return list(self._model.forward(texts, num_padding).cpu().split(sizes))
+        return list(self._forward(texts).cpu().split([len(text) for text in texts]))
 
     def _is_invariant(self) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -89,8 +95,74 @@ class EncoderRunner:
         return all(map(torch.equal, together, alone))
 
 
-def _check_options(config: TorchConfig) -> None:
+def _compiled_threads(
+    encoder: EncoderConfig, config: TorchConfig, device: torch.device, on_progress: OnProgress
+) -> ThreadPool | None:
+    """None: torch's operators compute."""
+    if device.type != "cpu":
+        return None
+
+    def why_not() -> str | None:
+        from shard_server.engines.torch_engine.encoder.compiled_forward import why_not_compiled
+
+        return why_not_compiled(encoder)
+
+    wanted = ArithmeticChoice(dtype=config.dtype, kernels=config.kernels)
+    return compiled_threads(encoder.attention, wanted, why_not, on_progress)
+
+
+def _compiled(
+    encoder: EncoderConfig,
+    weights: dict[str, torch.Tensor],
+    config: TorchConfig,
+    threads: ThreadPool,
+    on_progress: OnProgress,
+) -> _Computes:
+    from shard_server.engines.torch_engine.encoder.compiled_forward import CompiledEncoder, EncoderLinears
+    from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels
+    from shard_server.engines.torch_engine.kernels.form_choice import fastest_form_for_prompts
+
+    in_8_bits, reason = config.weights == "int8", ""
+    if config.weights == "auto":
+        measured = fastest_form_for_prompts(threads, on_progress)
+        in_8_bits, reason = measured.form is WeightForm.PACKED, f" ({measured.reason})"
+    with torch.inference_mode():
+        model = EncoderModel(
+            encoder,
+            weights,
+            dtype=torch.float32,
+            linears=EncoderLinears(threads, in_8_bits=in_8_bits),
+            device=torch.device("cpu"),
+        )
+        forward = CompiledEncoder(model, encoder, threads).forward
+    kernels = CompiledKernels(threads, are_grouped=in_8_bits)
+    variant = f"{'int8' if in_8_bits else 'bfloat16'}/{kernels.arithmetic}"
+    return _Computes(forward, True, variant, f"{kernels.label}, {'8-bit' if in_8_bits else 'bf16'} weights{reason}")
+
+
+def _with_operators(
+    encoder: EncoderConfig,
+    weights: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    config: TorchConfig,
+) -> _Computes:
     if config.weights == "int8":
-        raise EngineError("weights = 'int8' is not supported for encoders: leave it at 'auto'")
-    if config.kernels not in ("auto", "torch"):
-        raise EngineError(f"kernels = {config.kernels!r} is not supported for encoders: leave it at 'auto'")
+        raise EngineError("an encoder's int8 weights need compiled kernels: set shard.torch.weights to auto")
+    is_invariant = config.deterministic and device.type == "cpu"
+    linears = TorchLinears(INVARIANT_ROWS if is_invariant else None)
+    with torch.inference_mode():
+        model = EncoderModel(encoder, weights, dtype=dtype, linears=linears, device=device)
+        granularity = common_row_granularity(model.distinct_products, dtype) if is_invariant else None
+
+    def forward(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        return model.forward(texts, -sum(map(len, texts)) % (granularity or 1))
+
+    where = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    name = str(dtype).removeprefix("torch.")
+    return _Computes(forward, granularity is not None, f"{name}/torch-{where}", f"torch's operators ({where}), {name}")
+
+
+def _check_options(config: TorchConfig) -> None:
+    if config.weights in ("packed", "int4"):
+        raise EngineError(f"weights = {config.weights!r} is not supported for encoders: leave it at 'auto'")

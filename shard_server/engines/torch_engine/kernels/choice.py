@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,12 @@ from shard_server.engines.torch_engine.kernels.program import cache_dir, digest_
 _PROBE: Final = "shard_server.engines.torch_engine.kernels.probe"
 _PROBE_TIMEOUT_SECONDS: Final = 30.0
 """Compilation takes one or two of them; an emulated instruction set would take minutes."""
+_LATE: Final = f"the trial took more than {_PROBE_TIMEOUT_SECONDS:.0f} s"
+_KEPT_LATE_SECONDS: Final = 300.0
+"""How long a choice counts of which a trial was late: long enough for shards that start together to choose alike, and
+no longer, since the machine may only have been busy."""
 _MEASURED_TOGETHER: Final = 2
-_PROMPT_ROWS, _ANSWER_ROWS = 512, 128
+PROMPT_ROWS, ANSWER_ROWS = 512, 128
 """The request that the families are compared by: rows that are multiplied together, and rows one by one."""
 
 Probe = Callable[[Family], dict[str, float]]
@@ -45,7 +50,7 @@ def choose_family(wanted: str, on_progress: OnProgress) -> Family | None:
         if reason is not None:
             on_progress(f"kernels {wanted}: {reason}")
         return family if reason is None else None
-    return _kept_choice(cache_dir() / f"kernels-{_machine()}.json", on_progress)
+    return _kept_choice(cache_dir() / f"kernels-{machine_digest()}.json", on_progress)
 
 
 def fastest(
@@ -76,7 +81,7 @@ def _cost(probe: Probe, family: Family) -> float | str:
         return str(error)
     if not found["error"] <= 1:  # NaN, too
         return "their products are wrong on this machine"
-    return _PROMPT_ROWS * found["seconds_of_many_rows"] + _ANSWER_ROWS * found["seconds_of_one_row"]
+    return PROMPT_ROWS * found["seconds_of_many_rows"] + ANSWER_ROWS * found["seconds_of_one_row"]
 
 
 def probe_in_process(family: Family) -> dict[str, float]:
@@ -100,7 +105,7 @@ def probe_in_process(family: Family) -> dict[str, float]:
         found: Any = json.loads(done.stdout)
         return {name: float(value) for name, value in found.items()}
     except subprocess.TimeoutExpired as error:
-        raise ProbeError(f"the trial took more than {_PROBE_TIMEOUT_SECONDS:.0f} s") from error
+        raise ProbeError(_LATE) from error
     except (OSError, ValueError, AttributeError) as error:
         raise ProbeError(f"the trial failed: {error}") from error
 
@@ -119,11 +124,13 @@ def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
         kept = json.loads(path.read_bytes())
         family = FAMILIES[kept["family"]] if kept["family"] else None
         left_out = [str(line) for line in kept["left_out"]]
+        is_old = time.time() - path.stat().st_mtime > _KEPT_LATE_SECONDS
     except (OSError, ValueError, KeyError, TypeError):
         pass
     else:
+        counts = not is_old or not any(_LATE in line for line in left_out)
         # Asked again, because each process needs Linux's permission to use AMX.
-        if family is None or why_missing(family) is None:
+        if counts and (family is None or why_missing(family) is None):
             for line in left_out:
                 on_progress(line)
             return family
@@ -142,7 +149,7 @@ def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
 
 
 @functools.cache
-def _machine() -> str:
+def machine_digest() -> str:
     """A digest of what the choice depends on: the CPU, the instruction sets that may be used, and our code."""
     from shard_server.engines.torch_engine.kernels.codegen.cpu import features
 

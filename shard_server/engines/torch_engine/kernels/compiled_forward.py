@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.config import AttentionConfig, LlamaConfig
 from shard_server.engines.torch_engine.core_share import CoreShare
 from shard_server.engines.torch_engine.kernels.adapted_tasks import AdaptedTasks, PackedAdapter
 from shard_server.engines.torch_engine.kernels.choice import OnProgress, choose_family
@@ -30,17 +30,15 @@ from shard_server.engines.torch_engine.kernels.codegen.tasks import (
     program,
     task,
 )
-from shard_server.engines.torch_engine.kernels.families import runnable_families
-from shard_server.engines.torch_engine.kernels.packed_linear import (
+from shard_server.engines.torch_engine.kernels.families import GENERIC, Products, runnable_families
+from shard_server.engines.torch_engine.kernels.packed_linear import PackedGated, PackedLinear, PackedLinears
+from shard_server.engines.torch_engine.kernels.packed_weights import (
     DEPTH,
     PREPARED_BYTES,
     Kept,
     Operands,
     PackedBf16,
-    PackedGated,
     PackedInt8,
-    PackedLinear,
-    PackedLinears,
     PackedWeights,
     in_own_memory,
 )
@@ -74,15 +72,20 @@ class CompiledKernels:
         self,
         threads: ThreadPool,
         *,
-        int8_weights: bool,
+        int8_weights: bool = False,
+        are_grouped: bool = False,
         cores: CoreShare | None = None,
         kept: Kept = in_own_memory,
     ) -> None:
-        """`cores`: the threads of a step are as many as it gives; None: all. `kept`: where packed weights are kept."""
+        """`are_grouped`: all weights will be GroupedWeight. `cores`: a step has as many threads as it gives; None: all.
+        `kept`: where packed weights are kept."""
         self._threads = threads
         self._cores = cores
         self.linears: MakesLinears = PackedLinears(PackedInt8 if int8_weights else PackedBf16, threads, kept)
-        self.arithmetic = threads.family.arithmetic
+        family = threads.family
+        # Products of grouped weights are the same everywhere; families in vector registers differ in nothing else.
+        is_common = are_grouped and family.products is not Products.TILES
+        self.arithmetic = GENERIC.arithmetic if is_common else family.arithmetic
         self.label = threads.family.label
         self.shares_cores = cores is not None
 
@@ -90,7 +93,7 @@ class CompiledKernels:
         return CompiledForward(model, config, cache, self._threads, self._cores)
 
 
-def checked_threads(wanted: str, config: LlamaConfig, on_progress: OnProgress) -> ThreadPool | None:
+def checked_threads(wanted: str, config: AttentionConfig, on_progress: OnProgress) -> ThreadPool | None:
     """Threads that run the kernel family named `wanted`, or for "auto" the fastest of this machine. None if there is no
     such family, or if it computes wrong results; `on_progress` is called with the reason."""
     family = choose_family(wanted, on_progress)

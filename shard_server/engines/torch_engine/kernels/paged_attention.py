@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.config import AttentionConfig
 from shard_server.engines.torch_engine.kernels.attention.attend import PIECE_SIZE
 from shard_server.engines.torch_engine.kernels.attention.scratch import PIECE_TOKENS, AttentionShape, scratch_bytes
 from shard_server.engines.torch_engine.kernels.codegen.compiled import aligned_zeros
@@ -24,7 +24,7 @@ _PIECES_PER_THREAD = 4
 """With fewer pieces per thread, their heads are distributed over threads, too."""
 
 _Array = np.ndarray[Any, Any]
-Piece = tuple[int, int, int, int, int, int]
+Piece = tuple[int, int, int, int, int, int, int]
 """See attend_pieces."""
 
 
@@ -45,7 +45,7 @@ class CompiledAttention:
 
     multiplies_single_rows = False
 
-    def __init__(self, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
+    def __init__(self, config: AttentionConfig, cache: KvCache, threads: ThreadPool) -> None:
         self._block_size = cache.block_size
         self._num_layers, self._kv_size, self._head_dim = config.num_layers, config.kv_size, config.head_dim
         self._threads = threads
@@ -68,8 +68,9 @@ class CompiledAttention:
         self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *scratches, float_bits(scale), *shape])
         """The constants of all layers, as in attend_tasks.attend_rows"""
 
-    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> CompiledPlan:
-        """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow."""
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent], *, is_causal: bool = True) -> CompiledPlan:
+        """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow. A token sees
+        those before it, or all of its sequence unless `is_causal`."""
         block_size, num_heads = self._block_size, self._num_kv_heads
         slots: list[int] = []
         tables: list[int] = []
@@ -77,8 +78,9 @@ class CompiledAttention:
         for extent in (*decodes, *prefills):
             for start in range(0, extent.num_new, PIECE_TOKENS):
                 num_rows = min(PIECE_TOKENS, extent.num_new - start)
-                piece = extent.first_row + start, num_rows, extent.num_past + start, len(tables), 0, num_heads
-                pieces.append(piece)
+                position = extent.num_past + start if is_causal else extent.num_tokens - 1
+                first_row, step = extent.first_row + start, int(is_causal)
+                pieces.append((first_row, num_rows, position, len(tables), 0, num_heads, step))
             table = extent.block_table
             slots += [
                 table[position // block_size] * block_size + position % block_size
@@ -86,7 +88,7 @@ class CompiledAttention:
             ]
             tables += table[: -(-extent.num_tokens // block_size)]
         if len(pieces) < _PIECES_PER_THREAD * self._threads.num_threads > _PIECES_PER_THREAD:
-            pieces = [(*piece[:4], head, head + 1) for piece in pieces for head in range(num_heads)]
+            pieces = [(*piece[:4], head, head + 1, piece[6]) for piece in pieces for head in range(num_heads)]
         parts = _balanced(pieces, self._threads.num_threads)
         ends = [0]
         for part in parts:

@@ -23,15 +23,20 @@ from shard_server.engines.torch_engine.kernels.attention.attend_tasks import mak
 from shard_server.engines.torch_engine.kernels.attention.vectors import vector_multiplies
 from shard_server.engines.torch_engine.kernels.codegen.barrier import called, wait_for_all
 from shard_server.engines.torch_engine.kernels.codegen.compiled import integers_at, jit
+from shard_server.engines.torch_engine.kernels.codegen.group_blocks import PairProducts
 from shard_server.engines.torch_engine.kernels.codegen.tasks import (
     ADAPT,
     ATTEND,
     GATE,
+    GROUP_PRODUCT,
+    GROUP_ROWS,
     HEAD_NORMS,
     INT8_PRODUCT,
     IS_AWAITED,
     KIND,
+    LAYER_NORM,
     LOOK_UP,
+    LOOK_UP_IN_GROUPS,
     LOOK_UP_IN_HEAD,
     LOOK_UP_IN_INT8_HEAD,
     NORM,
@@ -45,9 +50,11 @@ from shard_server.engines.torch_engine.kernels.codegen.tasks import (
 )
 from shard_server.engines.torch_engine.kernels.families import Family, Products
 from shard_server.engines.torch_engine.kernels.products.columns import look_up_columns, look_up_int8_columns
+from shard_server.engines.torch_engine.kernels.products.groups import look_up_group_columns, make_group_tasks
 from shard_server.engines.torch_engine.kernels.products.outputs import ProductTasks, no_task
 from shard_server.engines.torch_engine.kernels.products.vector_tasks import make_dot_tasks, make_float_tasks
 from shard_server.engines.torch_engine.kernels.row_kernels import (
+    layer_normalise_rows,
     look_up_rows,
     normalise_heads,
     normalise_rows,
@@ -112,6 +119,8 @@ _prepare_rows: Any = None
 _split_rows: Any = None
 _multiply_columns: Any = None
 _multiply_int8_columns: Any = None
+_group_rows: Any = None
+_multiply_group_columns: Any = None
 _attend_rows: Any = None
 _gate_rows: Any = None
 
@@ -135,12 +144,18 @@ def _entry(version: int, family: Family) -> Any:
                 _multiply_columns(task, thread, num_threads)
             elif kind == INT8_PRODUCT:
                 _multiply_int8_columns(task, thread, num_threads)
+            elif kind == GROUP_PRODUCT:
+                _multiply_group_columns(task, thread, num_threads)
+            elif kind == GROUP_ROWS:
+                _group_rows(task, thread, num_threads)
             elif kind == PREPARE:
                 _prepare_rows(task, thread, num_threads)
             elif kind == SPLIT:
                 _split_rows(task, thread, num_threads)
             elif kind == NORM:
                 normalise_rows(task, thread, num_threads)
+            elif kind == LAYER_NORM:
+                layer_normalise_rows(task, thread, num_threads)
             elif kind == HEAD_NORMS:
                 normalise_heads(task, thread, num_threads)
             elif kind == ROTATE:
@@ -153,6 +168,8 @@ def _entry(version: int, family: Family) -> Any:
                 look_up_columns(task, thread, num_threads)
             elif kind == LOOK_UP_IN_INT8_HEAD:
                 look_up_int8_columns(task, thread, num_threads)
+            elif kind == LOOK_UP_IN_GROUPS:
+                look_up_group_columns(task, thread, num_threads)
             elif kind == ADAPT:
                 adapt_rows(task, thread, num_threads)
             elif kind == GATE:
@@ -174,6 +191,8 @@ def _entry(version: int, family: Family) -> Any:
         "_split_rows": tasks.products.split_rows,
         "_multiply_columns": tasks.products.multiply_columns,
         "_multiply_int8_columns": tasks.products.multiply_int8_columns,
+        "_group_rows": tasks.products.group_rows,
+        "_multiply_group_columns": tasks.products.multiply_group_columns,
         "_attend_rows": tasks.attend_rows,
         "_gate_rows": tasks.gate_rows,
     }
@@ -188,8 +207,9 @@ def _family_tasks(family: Family) -> _FamilyTasks:
         from shard_server.engines.torch_engine.kernels.attention.amx import AMX
         from shard_server.engines.torch_engine.kernels.products import amx_tasks
 
+        groups = make_group_tasks(family.registers, PairProducts.ACCUMULATED, amx_tasks.SCRATCH_BYTES)
         products = ProductTasks(
-            no_task, amx_tasks.split_rows, amx_tasks.multiply_columns, amx_tasks.multiply_int8_columns
+            no_task, amx_tasks.split_rows, amx_tasks.multiply_columns, amx_tasks.multiply_int8_columns, *groups
         )
         return _FamilyTasks(
             *_keeping_tile_configuration(), products, make_attend_rows(AMX), make_gate_rows(native=True)

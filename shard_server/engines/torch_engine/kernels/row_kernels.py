@@ -24,7 +24,9 @@ from shard_server.engines.torch_engine.kernels.codegen.compiled import (
     jit,
 )
 from shard_server.engines.torch_engine.kernels.codegen.tasks import ROWS, share
-from shard_server.engines.torch_engine.kernels.codegen.vector_ops import sum_of_squares
+from shard_server.engines.torch_engine.kernels.codegen.vector_ops import rounding_ops, sum_of_squares
+
+_layer_norm = rounding_ops(native=False).layer_norm
 
 
 @jit()
@@ -50,6 +52,21 @@ def normalise_rows(task: Any, part: Any, num_parts: Any) -> None:
         source = places[row] if indices else row
         numbers = carray(bf16_at(x + source * num_columns * 2), (num_columns,))
         _normalise(numbers, weights, epsilon, carray(bf16_at(out + row * num_columns * 2), (num_columns,)))
+
+
+@jit()
+def layer_normalise_rows(task: Any, part: Any, num_parts: Any) -> None:
+    """numbers and others (float32 [rows, columns]; others may be 0), weight and bias (float32 [columns]), columns,
+    epsilon, out (bf16 [rows, columns]): numbers + others less their mean, in units of their standard deviation, scaled
+    by the weight, plus the bias; in place and rounded"""
+    numbers, others, weight, bias, num_columns, epsilon = task[3], task[4], task[5], task[6], task[7], _float(task[8])
+    weights, biases = carray(floats_at(weight), (num_columns,)), carray(floats_at(bias), (num_columns,))
+    first, end = share(task[ROWS], part, num_parts)
+    for row in range(first, end):
+        own = carray(floats_at(numbers + row * num_columns * 4), (num_columns,))
+        if others:
+            _add(own, carray(floats_at(others + row * num_columns * 4), (num_columns,)))
+        _layer_norm(own, weights, biases, epsilon, carray(bf16_at(task[9] + row * num_columns * 2), (num_columns,)))
 
 
 @jit()
@@ -115,6 +132,12 @@ def _rotate(lower: Any, upper: Any, cos: Any, sin: Any) -> None:
         low, high = float_of_bf16(lower[index]), float_of_bf16(upper[index])
         lower[index] = bf16_of_float(low * cos[index] + high * sin[index])
         upper[index] = bf16_of_float(high * cos[lower.size + index] + low * sin[lower.size + index])
+
+
+@jit()
+def _add(target: Any, source: Any) -> None:
+    for index in range(target.size):
+        target[index] += source[index]
 
 
 @jit()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.kernels.packed_linear import PackedBf16, PackedInt8, PackedLinears, multiply
+from shard_server.engines.torch_engine.config import AttentionConfig
+from shard_server.engines.torch_engine.grouped_weight import quantised
+from shard_server.engines.torch_engine.kernels.packed_groups import PackedGroups
+from shard_server.engines.torch_engine.kernels.packed_linear import PackedLinears, multiply
+from shard_server.engines.torch_engine.kernels.packed_weights import PackedBf16, PackedInt8
 from shard_server.engines.torch_engine.kernels.paged_attention import CompiledAttention
 from shard_server.engines.torch_engine.kernels.products.outputs import FLOATS
 from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
@@ -17,6 +20,7 @@ from shard_server.engines.torch_engine.operators.attention import Extent
 from shard_server.engines.torch_engine.operators.int8_linear import quantise_rows
 from shard_server.engines.torch_engine.operators.linear import row_granularity
 
+_Pack = type[PackedBf16 | PackedInt8 | PackedGroups]
 _ROW_COUNTS = (1, 3, 29)
 _DEPTH, _COLUMNS = 192, 80
 _PRODUCT_LOSS = 1e-4
@@ -25,11 +29,12 @@ _ATTENTION_LOSS = 0.02
 _NUM_TOKENS, _BLOCK_SIZE = 200, 16
 
 
-def why_wrong(threads: ThreadPool, config: LlamaConfig) -> str | None:
+def why_wrong(threads: ThreadPool, config: AttentionConfig) -> str | None:
     """Says which of the family's results differ from float64 by more than they may; None if none. Attention is that of
     the model's heads."""
     generator = torch.Generator().manual_seed(0)
-    for name, pack in (("bf16", PackedBf16), ("int8", PackedInt8)):
+    packs: tuple[tuple[str, _Pack], ...] = (("bf16", PackedBf16), ("int8", PackedInt8), ("packed", PackedGroups))
+    for name, pack in packs:
         if not _multiplies(threads, pack, generator):
             return f"its {name} products are wrong"
     return None if _attends(threads, config, generator) else "its attention is wrong"
@@ -48,12 +53,15 @@ def rows_are_independent(threads: ThreadPool, depths: Iterable[int]) -> bool:
     return True
 
 
-def _multiplies(threads: ThreadPool, pack: type[PackedBf16 | PackedInt8], generator: torch.Generator) -> bool:
-    weight = torch.randn(_COLUMNS, _DEPTH, generator=generator).bfloat16()
+def _multiplies(threads: ThreadPool, pack: _Pack, generator: torch.Generator) -> bool:
+    weight: Any = torch.randn(_COLUMNS, _DEPTH, generator=generator).bfloat16()
     exact = weight.double()
     if pack is PackedInt8:
         values, scales = quantise_rows(weight)
         exact = values.double() * scales.double()
+    if pack is PackedGroups:
+        weight = quantised(weight, 8)
+        exact = weight.expanded().double()
     weights = pack(weight, None, threads)
     for num_rows in _ROW_COUNTS:
         x = torch.randn(num_rows, _DEPTH, generator=generator).bfloat16()
@@ -65,8 +73,8 @@ def _multiplies(threads: ThreadPool, pack: type[PackedBf16 | PackedInt8], genera
     return True
 
 
-def _attends(threads: ThreadPool, config: LlamaConfig, generator: torch.Generator) -> bool:
-    config = dataclasses.replace(config, num_layers=1, layer_windows=(None,))
+def _attends(threads: ThreadPool, config: AttentionConfig, generator: torch.Generator) -> bool:
+    config = config.one_layer
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
     cache = KvCache(config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=torch.bfloat16)

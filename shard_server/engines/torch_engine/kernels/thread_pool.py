@@ -14,7 +14,7 @@ import torch
 
 from shard_server.engines.torch_engine.kernels.codegen.compiled import aligned_zeros
 from shard_server.engines.torch_engine.kernels.families import Family, Products
-from shard_server.engines.torch_engine.kernels.products.vector_tasks import SCRATCH_FLOATS
+from shard_server.engines.torch_engine.kernels.products.outputs import SCRATCH_FLOATS
 from shard_server.engines.torch_engine.kernels.program import (
     BARRIER,
     CALL_SIZE,

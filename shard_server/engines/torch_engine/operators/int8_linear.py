@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.grouped_weight import AnyWeight, plain
 from shard_server.engines.torch_engine.operators.linear import Product, Weight
 
 _LIMIT = 127
@@ -108,8 +109,8 @@ class Int8Linears:
         check_int8_products()
         self._output_dtype = output_dtype
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
-        return Int8Linear(weight, bias, self._output_dtype)
+    def linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Int8Linear:
+        return Int8Linear(plain(weight), bias, self._output_dtype)
 
     def gated(self, gate: Weight, up: Weight) -> Product:
         return _Gated(self.linear(*gate), self.linear(*up))

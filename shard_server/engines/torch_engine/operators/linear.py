@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shard_server.engines.torch_engine.grouped_weight import AnyWeight, plain
+
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
 """Sizes around every point where a library might switch its code. Trying all 32 would double the start time of an
@@ -24,7 +26,7 @@ _TRIED_LARGE_ROWS = (33, 63, 100)
 """Tried where products are not split."""
 _LARGE_ROWS = 128
 
-Weight = tuple[torch.Tensor, torch.Tensor | None]
+Weight = tuple[AnyWeight, torch.Tensor | None]
 """[out_features, in_features], and the bias [out_features]."""
 
 
@@ -64,7 +66,7 @@ class Linear(Product, Protocol):
 class MakesLinears(Protocol):
     """Builds the linear layers of one model."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, /) -> Linear: ...
+    def linear(self, weight: AnyWeight, bias: torch.Tensor | None, /) -> Linear: ...
 
     def gated(self, gate: Weight, up: Weight, /) -> Product:
         """silu(gate(x)) * up(x)"""
@@ -161,8 +163,9 @@ class TorchLinears:
         """`max_rows` limits the rows of one product. None: no limit, and results depend on the number of rows."""
         self._max_rows = max_rows
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TiledLinear | PlainLinear:
+    def linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> TiledLinear | PlainLinear:
         """The faster of the two that can compute with `weight`."""
+        weight = plain(weight)
         is_on_cpu = weight.device.type == "cpu"
         if is_on_cpu and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return TiledLinear(weight, bias, self._max_rows)

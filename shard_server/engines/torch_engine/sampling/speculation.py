@@ -13,6 +13,8 @@ from typing import Final
 MAX_STEP_ROWS: Final = 32
 """The limit for decoding sequences and their drafts together: a matrix product of up to this many rows takes hardly
 longer than one of a few rows (see linear.py)."""
+MAX_NGRAM: Final = 3
+"""The longest run of last tokens that is searched for: longer ones are found as often, and cost more."""
 _MIN_NGRAM: Final = 2
 """A single token has nearly always occurred before, and predicts almost nothing."""
 
@@ -22,7 +24,7 @@ class PromptLookup:
 
     __slots__ = ("_allowance", "_max_draft_tokens", "_num_indexed", "_places", "_sizes")
 
-    def __init__(self, max_draft_tokens: int, max_ngram: int) -> None:
+    def __init__(self, max_draft_tokens: int, max_ngram: int = MAX_NGRAM) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._allowance = max_draft_tokens
         """The largest number of tokens in the next draft; smaller after misses."""

@@ -35,6 +35,7 @@ from router.core.load.load_ledger import LoadLedger
 from router.core.placement.ect import Ect
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
+from router.core.relay import lifecycle
 from router.core.relay.lifecycle import Lifecycle
 from router.core.request_end import RelocationCounts
 from tests.lab.dst.planted_bugs.change_steps import change_steps
@@ -133,6 +134,12 @@ def never_stops_trying(patch: Patch) -> None:
     patch.setattr(Lifecycle, "__init__", init)
 
 
+@caught_by(AttemptsContinue)
+def tries_a_poison_request_everywhere(patch: Patch) -> None:
+    """A request with which two shards have died before it had any output is sent to a third one."""
+    patch.setattr(lifecycle, "MAX_STRIKES", 99)
+
+
 @caught_by(MovesCounted)
 def forgets_failovers(patch: Patch) -> None:
     """A record does not say that its answer survived a shard."""
@@ -142,7 +149,11 @@ def forgets_failovers(patch: Patch) -> None:
 @caught_by(PlacementsFit)
 def sends_work_to_draining_shards(patch: Patch) -> None:
     """A draining shard still gets new work."""
-    patch.setattr(Fleet, "ready", lambda self, model: [s for s in self.shards.values() if s.description.model == model])
+
+    def find_ready(self: Fleet, model: str) -> list[Shard]:
+        return [shard for shard in self.shards.values() if shard.description.model == model]
+
+    patch.setattr(Fleet, "_find_ready", find_ready)
 
 
 @caught_by(NoIdleWait)

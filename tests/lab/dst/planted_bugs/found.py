@@ -96,7 +96,7 @@ def drops_a_shard_that_restarted_while_redis_was_away(patch: Patch) -> None:
     patch.setattr(LinkTarget, "accept", lambda _self, _incarnation_id: None)
 
 
-@caught_by(PlacementsFit, max_seeds=20, first_seed=5440)
+@caught_by(PlacementsFit, max_seeds=20, first_seed=5510)
 def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
     """A request that waits for a suspected shard, because there was no other, keeps waiting when there is one."""
     patch.setattr(DispatchQueue, "leave_last_resorts", lambda _self, _now: None)

@@ -33,7 +33,7 @@ from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 @caught_by(ModelsKeptApart)
 def places_requests_on_shards_of_any_model(patch: Patch) -> None:
     """Placement does not ask which model a shard serves."""
-    patch.setattr(Fleet, "ready", lambda self, _model: [s for s in self.shards.values() if not s.is_draining])
+    patch.setattr(Fleet, "_find_ready", lambda self, _model: [s for s in self.shards.values() if not s.is_draining])
 
 
 @caught_by(ModelsKeptApart)

@@ -26,7 +26,7 @@ def has_no_patience_after_a_notice(patch: Patch) -> None:
     patch.setattr(Outage, "_is_kept", lambda _self, _live: False)
 
 
-@caught_by(DrainedShardsEmpty)
+@caught_by(DrainedShardsEmpty, max_seeds=20, first_seed=920)
 def forgets_shards_that_have_notice(patch: Patch) -> None:
     """The notice is noted, nothing new goes to the shard, and what runs there is left."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lab.dst.checkers import CachedAnswersOwn
-from router.result_cache.cache import ResultCache
+from router.features.result_cache.cache import ResultCache
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
 

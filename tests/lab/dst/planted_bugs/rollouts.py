@@ -31,12 +31,12 @@ from tools.supervisor.rollout.announcement import RolloutAnnouncement
 def takes_one_version_for_another(patch: Patch) -> None:
     """A router counts the shards of all versions as those of the model."""
 
-    def ready(self: Fleet, model: str) -> list[Shard]:
+    def find_ready(self: Fleet, model: str) -> list[Shard]:
         name = model.partition("@")[0]
         shards = [shard for shard in self.shards.values() if not shard.is_draining]
         return [shard for shard in shards if shard.description.model.partition("@")[0] == name]
 
-    patch.setattr(Fleet, "ready", ready)
+    patch.setattr(Fleet, "_find_ready", find_ready)
 
 
 @caught_by(SessionsMoveOnce, first_seed=9)

@@ -48,6 +48,9 @@ def trusts_suspected_shards(patch: Patch) -> None:
     def eligible(self: Placer, live: Any) -> list[Shard]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Shard, "is_suspected", property(lambda _shard: False))
-            return original(self, live)
+            self._fleet.note_readiness()
+            shards = original(self, live)
+        self._fleet.note_readiness()
+        return shards
 
     patch.setattr(Placer, "eligible", eligible)

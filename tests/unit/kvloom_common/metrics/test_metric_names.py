@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from typing import Final
+import types
+from typing import Any, Final, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvloom_common.discovery.records import MetricsTarget
+from kvloom_common.limits.memory_watch import MemoryRecords
 from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
+from kvloom_common.metrics.table import HistogramRecord, MetricRecord
 from kvloom_common.metrics.targets import http_sd
+from kvloom_common.metrics.tenant_table import TenantTableRecords
+from router.core.fleet.shard_health import HealthState
+from router.metrics import RouterMetrics
 from tests.conftest import REPOSITORY
-from tests.fakes.metric_families import Family, all_families, router_of_many, table_of
+from tests.metrics_page import MODULES, PAGE, TABLES, page_with_tables, shown_name
 
-ALL: Final = [(role, family) for role, found in all_families().items() for family in found]
+ALL: Final = [(table.role, record) for table in TABLES for record in table.records.values()]
 MODEL_LABELS: Final = {"model", "model_name", "gen_ai_request_model"}
-PAGE: Final = REPOSITORY / "docs" / "metrics.md"
 
 
 def test_a_name_belongs_to_one_role() -> None:
     """Two processes that count a request under one name count it twice in every sum."""
     roles: dict[str, set[str]] = {}
-    for role, family in ALL:
-        roles.setdefault(family.name, set()).add(role)
+    for role, record in ALL:
+        roles.setdefault(record.name, set()).add(role)
     assert {name: found for name, found in roles.items() if len(found) > 1} == {}
     assert len(roles) == len(ALL)
 
 
-@pytest.mark.parametrize(("role", "family"), ALL, ids=lambda value: value if isinstance(value, str) else value.name)
-def test_a_metric_follows_the_conventions(role: str, family: Family) -> None:
+@pytest.mark.parametrize(("role", "record"), ALL, ids=lambda value: value if isinstance(value, str) else value.name)
+def test_a_metric_follows_the_conventions(role: str, record: MetricRecord) -> None:
     """Names, labels and help texts are an interface: dashboards, alerts and people rely on their form."""
     prefixes = {"edge": ("kvloom_edge_", "gen_ai_"), "shard": ("kvloom_shard_", "vllm:")}
-    assert family.name.startswith(prefixes.get(role, (f"kvloom_{role}_",)))
-    model_label = "gen_ai_request_model" if family.name.startswith("gen_ai_") else "model"
-    if family.name.startswith("vllm:"):
+    assert record.name.startswith(prefixes.get(role, (f"kvloom_{role}_",)))
+    model_label = "gen_ai_request_model" if record.name.startswith("gen_ai_") else "model"
+    if record.name.startswith("vllm:"):
         model_label = "model_name"
-    assert set(family.labels) & MODEL_LABELS <= {model_label}
-    assert re.fullmatch(r"[A-Z].*[^.]\. Unit: [a-z0-9 ,]+\.", family.about), family.about
-    unit = family.about.rpartition("Unit: ")[2].rstrip(".")
+    assert set(record.labels) & MODEL_LABELS <= {model_label}
+    assert re.fullmatch(r"[A-Z].*[^.]\. Unit: [a-z0-9 ,]+\.", record.help), record.help
+    unit = record.help.rpartition("Unit: ")[2].rstrip(".")
     for suffix, expected in (("_seconds", "seconds"), ("_bytes", "bytes"), ("_tokens", "tokens")):
-        assert not family.name.endswith(suffix) or unit == expected
+        assert not record.name.endswith(suffix) or unit == expected
 
 
 def test_histograms_of_one_unit_have_the_same_buckets() -> None:
     """Quantiles of different processes can be compared only if they are cut at the same values."""
-    seconds = {family.bounds for _, family in ALL if family.name.endswith("_seconds") and family.bounds}
+    histograms = [record for _, record in ALL if isinstance(record, HistogramRecord)]
+    seconds = {record.buckets for record in histograms if record.name.endswith("_seconds")}
     assert len(seconds) == 2, "one set of buckets for requests, and one for tokens"
 
 
 def test_dashboards_and_autoscalers_find_vllms_names() -> None:
     """Tools that are made for vLLM read exactly these."""
-    shard = {family.sample_name: family for role, family in ALL if role == "shard"}
+    shard = {shown_name(record): record for role, record in ALL if role == "shard"}
     for name in (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -67,13 +74,25 @@ def test_dashboards_and_autoscalers_find_vllms_names() -> None:
         "vllm:request_queue_time_seconds",
     ):
         assert shard[name].labels == ("model_name",)
-    assert shard["vllm:cache_config_info"].labels == ("block_size", "model_name", "num_gpu_blocks")
+    assert shard["vllm:cache_config_info"].labels == ("model_name", "block_size", "num_gpu_blocks")
 
 
 def test_label_values_above_the_limit_share_a_series() -> None:
     """Every value costs memory here and in Prometheus, and some come from outside."""
     values = LabelValues(max_values=2)
     assert [values.fold(value) for value in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
+
+
+def router_of_many(count: int) -> CollectorRegistry:
+    """A router that knows so many models, of a shard each."""
+    registry = CollectorRegistry()
+    models = [types.SimpleNamespace(name=f"model-{i}", num_ready_shards=1, brownout_step=0) for i in range(count)]
+    shards = [
+        types.SimpleNamespace(description=types.SimpleNamespace(shard_id=f"s-{i}"), health=HealthState.HEALTHY)
+        for i in range(count)
+    ]
+    RouterMetrics(lambda: cast(Any, models), lambda: cast(Any, shards), registry).watch(dict)
+    return registry
 
 
 def test_a_large_fleet_makes_a_bounded_number_of_series() -> None:
@@ -91,11 +110,29 @@ def test_labels_of_targets_do_not_hide_labels_of_metrics() -> None:
     """Prometheus renames a metric's label that its target has too, and queries no longer match."""
     [group] = http_sd([MetricsTarget("127.0.0.1:1", "shard", "shard-0", "tiny")])
     of_targets = {label for label in group["labels"] if not label.startswith("__")}
-    assert not of_targets & {label for _, family in ALL for label in family.labels}
+    assert not of_targets & {label for _, record in ALL for label in record.labels}
 
 
-@pytest.mark.parametrize("role", list(all_families()))
-def test_the_page_lists_every_metric(role: str) -> None:
-    """docs/metrics.md shows what the processes export, in the words of their help texts."""
-    table = table_of(all_families()[role])
-    assert table in PAGE.read_text(), f"docs/metrics.md should have:\n\n{table}"
+def test_the_page_lists_every_metric() -> None:
+    """docs/reference/metrics.md shows what the processes export, in the words of their help texts."""
+    page = PAGE.read_text()
+    assert page == page_with_tables(page), "python -m tests.metrics_page writes what is new"
+
+
+def test_every_record_is_made_into_a_metric() -> None:
+    """A record that no process makes a metric of would be documented, and never be seen."""
+    used = {
+        node.attr
+        for folder in ("edge_http", "router", "shard_server", "control", "tools/scaler")
+        for file in (REPOSITORY / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    records = {
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if isinstance(value, MetricRecord | TenantTableRecords | MemoryRecords)
+    }
+    assert records
+    assert records <= used

@@ -126,7 +126,7 @@ SENTENCES: Final = {
 
 
 def test_most_sentences_are_recognised_and_hardly_any_is_mistaken() -> None:
-    """docs/model-routes.md promises so much of single short sentences, which are the hardest."""
+    """docs/how-to/model-routes.md promises so much of single short sentences, which are the hardest."""
     wanted = [(language, text) for language, texts in SENTENCES.items() for text in texts]
     assert {language for language, _ in wanted} == set(get_args(Language))
     found = [(language, language_of(text)) for language, text in wanted]

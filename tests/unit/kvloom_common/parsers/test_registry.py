@@ -17,14 +17,14 @@ GROUP = "kvloom.parsers"
 
 
 def example_of_the_page(start: str) -> str:
-    page = (REPOSITORY / "docs" / "tool-calls.md").read_text()
+    page = (REPOSITORY / "docs" / "reference" / "tool-calls.md").read_text()
     found = re.search(rf"```python\n({re.escape(start)}.*?)```", page, re.DOTALL)
     assert found is not None
     return found[1]
 
 
 def test_the_example_of_the_page_is_a_plugin(plugin_site: PluginSite) -> None:
-    """A reader who follows docs/tool-calls.md gets a family that works, beside those of this package."""
+    """A reader who follows docs/reference/tool-calls.md gets a family that works, beside those of this package."""
     plugin_site.install(
         "acme_parsers", GROUP, {"acme": "acme_parsers:AcmeParser"}, example_of_the_page("# acme_parsers.py")
     )

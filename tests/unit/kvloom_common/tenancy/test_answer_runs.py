@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, AnswerRun, last_runs
@@ -44,6 +44,13 @@ def test_repetitions_count_by_themselves() -> None:
     assert spans((0, 100), (50, 100), (100, 120)) == [(50, 100), (100, 120)]
 
 
+def test_what_was_lost_is_computed_again_once() -> None:
+    """Otherwise every shorter run after a killed router would be free."""
+    lost = AnswerRun(0, 40, ("", 0), is_lost=True)
+    again = [AnswerRun(1, end, ("", end)) for end in (20, 21, 22)]
+    assert sum(run.end for run in last_runs([lost, *again])) == 40 + 21 + 22
+
+
 def test_a_claim_beyond_what_was_delivered_counts_as_output() -> None:
     """Nothing else bounds what is prefilled for it."""
     assert spans((0, 1), (6000, 6002)) == [(6000, 6002)]
@@ -63,6 +70,7 @@ RUNS = st.lists(st.tuples(SPANS, st.booleans()), min_size=1, max_size=6)
 
 
 @given(RUNS)
+@example([([0, 20], True), ([1, 19], False), ([1, 20], False)])
 def test_what_is_computed_counts(runs: list[tuple[list[int], bool]]) -> None:
     """Whatever positions a client names, and in whatever order records arrive."""
     named = [AnswerRun(*span, ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]

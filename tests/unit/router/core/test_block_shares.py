@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom_common.config import FairnessConfig
 from router.core.actions import Action, CancelOnShard, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
+from router.core.rule_settings import FairnessSettings
 from tests.fakes.core_rig import CoreRig, has, only
 
-SETTINGS = FairnessConfig(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
+SETTINGS = FairnessSettings(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
 
 
 class BlockRig(CoreRig):
     """One shard with places for 16 sequences, and 32 blocks of 4 tokens: 8 are reserved while tenants compete."""
 
-    def __init__(self, settings: FairnessConfig | None = SETTINGS) -> None:
+    def __init__(self, settings: FairnessSettings | None = SETTINGS) -> None:
         super().__init__(fairness=settings, policy="least_requests")
         self.add_shard("s0", max_batch=16, num_blocks=32)
         self.num_slots = 0

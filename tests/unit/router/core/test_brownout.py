@@ -15,7 +15,7 @@ from kvloom.v1.generation_pb2 import (
     SamplingParams,
     StopConditions,
 )
-from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
+from kvloom_common.config import BrownoutStepConfig
 from router import convert
 from router.core.actions import (
     AnswerCompleted,
@@ -36,6 +36,7 @@ from router.core.events import (
     TierRank,
 )
 from router.core.frames import Finish
+from router.core.rule_settings import BrownoutSettings
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 LADDER = [
@@ -47,7 +48,7 @@ LADDER = [
 
 def degraded_rig(step: int, **config: Any) -> CoreRig:
     """A router whose model is on a step of the ladder, after requests that waited too long."""
-    settings = BrownoutConfig(
+    settings = BrownoutSettings(
         enabled=True,
         ttft_slo_seconds=0.5,
         fast_window_seconds=1.0,
@@ -155,7 +156,7 @@ def test_what_would_wait_too_long_is_refused_and_counts() -> None:
     """The last resort keeps the queue short. These refusals are misses of the objective, or the ladder would come down
     while it hides the overload; requests that need not wait are served."""
     rig = CoreRig(
-        brownout=BrownoutConfig(
+        brownout=BrownoutSettings(
             enabled=True,
             ttft_slo_seconds=1.0,
             fast_window_seconds=1.0,

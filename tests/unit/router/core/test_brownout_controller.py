@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom_common.config import BrownoutConfig, BrownoutStepConfig
+from kvloom_common.config import BrownoutStepConfig
 from router.core.brownout.burn_rate import BurnRateWindows
 from router.core.brownout.controller import MAX_HOLD_FACTOR, MAX_MODELS, BrownoutController, StepChange
+from router.core.rule_settings import BrownoutSettings
 
-CONFIG = BrownoutConfig(steps=[BrownoutStepConfig(max_tokens=n) for n in (400, 300, 200, 100)])
+CONFIG = BrownoutSettings(steps=[BrownoutStepConfig(max_tokens=n) for n in (400, 300, 200, 100)])
 
 
 def drive(

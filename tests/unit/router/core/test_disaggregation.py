@@ -11,7 +11,6 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
-from kvloom_common.config import DisaggregationConfig
 from router.core.actions import (
     Action,
     CancelOnShard,
@@ -35,9 +34,10 @@ from router.core.events import (
 )
 from router.core.frames import Finish, Start
 from router.core.priority_classes import CLASS_OF_TIER
+from router.core.rule_settings import DisaggregationSettings
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
-SETTINGS = DisaggregationConfig(min_prompt_tokens=20, leg_timeout_seconds=5.0)
+SETTINGS = DisaggregationSettings(min_prompt_tokens=20, leg_timeout_seconds=5.0)
 PROMPT = list(range(40))
 
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import msgspec
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import FairnessConfig
 from router.core.actions import Action, CancelOnShard, RequestEnded, SequencesPreempted, SubmitAttempt
 from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
+from router.core.rule_settings import FairnessSettings
 from tests.fakes.core_rig import CoreRig, has, only
 
-SETTINGS = FairnessConfig(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
+SETTINGS = FairnessSettings(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
 
 
 class FairRig(CoreRig):
     """One shard with a batch of 4, which is sent up to 8 sequences."""
 
-    def __init__(self, settings: FairnessConfig | None = SETTINGS) -> None:
+    def __init__(self, settings: FairnessSettings | None = SETTINGS) -> None:
         overload = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_load_early=True)
         super().__init__(fairness=settings, overload=overload, policy="least_requests")
         self.add_shard("s0", max_batch=4)

@@ -10,7 +10,6 @@ import pytest
 
 from kvloom.router_link.deferred_token_log import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
-from kvloom_common.config import HealthConfig
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import (
@@ -34,6 +33,7 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core.frames import Finish, Start, Step
+from router.core.rule_settings import HealthSettings
 from router.links.prefilter import Prefilter
 from tests.fakes.core_rig import CoreRig, only, sent, submitted
 
@@ -144,7 +144,7 @@ class Script:
     def __init__(self, seed: int, clients: Sequence[str]) -> None:
         self.draw = random.Random(seed)
         self.clients = clients
-        config = CoreConfig(health=HealthConfig(), max_queued_requests=20)
+        config = CoreConfig(health=HealthSettings(), max_queued_requests=20)
         self.cores = [RouterCore(config, seed=1), RouterCore(config, seed=1)]
         self.now = 1.0
         self.kv_numbers = {"s0": 0, "s1": 0}

@@ -11,7 +11,6 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
-from kvloom_common.config import HealthConfig
 from router.core.actions import (
     Action,
     CancelOnShard,
@@ -37,15 +36,16 @@ from router.core.events import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Start, Step
+from router.core.rule_settings import HealthSettings
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
-SETTINGS = HealthConfig(stall_seconds=1.0, slow_seconds=1.0, probe_seconds=1.0, num_probes=2, max_failures=3)
+SETTINGS = HealthSettings(stall_seconds=1.0, slow_seconds=1.0, probe_seconds=1.0, num_probes=2, max_failures=3)
 
 
 class HealthRig(CoreRig):
     """Shards s0, s1, ...; the policy least_requests spreads requests evenly."""
 
-    def __init__(self, num_shards: int = 2, settings: HealthConfig = SETTINGS, **config: Any) -> None:
+    def __init__(self, num_shards: int = 2, settings: HealthSettings = SETTINGS, **config: Any) -> None:
         super().__init__(health=settings, policy="least_requests", **config)
         for i in range(num_shards):
             self.add_shard(f"s{i}")
@@ -229,7 +229,7 @@ def test_a_shard_that_stops_costs_no_attempt() -> None:
 
 def test_requests_spread_over_the_others_as_far_as_they_have_room() -> None:
     """There is no storm onto one shard; a request without room elsewhere stays until there is some."""
-    rig = HealthRig(num_shards=0, settings=HealthConfig(stall_seconds=1.0, max_suspected_share=1.0))
+    rig = HealthRig(num_shards=0, settings=HealthSettings(stall_seconds=1.0, max_suspected_share=1.0))
     rig.add_shard("big", max_batch=8)
     slots = [rig.begin(f"r{i}", i + 1)[1] for i in range(16)]
     rig.add_shard("a", max_batch=4)
@@ -278,7 +278,7 @@ def test_engine_failures_in_a_row_are_a_symptom() -> None:
 
 def slow_rig(num_shards: int, tokens_per_second: dict[str, int]) -> list[tuple[str, HealthState, str]]:
     """Two streams on every shard for 6 seconds, at these paces."""
-    rig = HealthRig(num_shards, HealthConfig(stall_seconds=5.0, slow_seconds=2.0), max_attempts=1)
+    rig = HealthRig(num_shards, HealthSettings(stall_seconds=5.0, slow_seconds=2.0), max_attempts=1)
     on = [rig.begin(f"r{i}", i + 1, max_tokens=None) for i in range(2 * num_shards)]
     actions: list[Action] = []
     for tick in range(6 * 20):
@@ -338,7 +338,7 @@ def test_a_request_without_another_shard_is_not_handed_over() -> None:
 def test_2000_healthy_streams_trip_nothing() -> None:
     """Uneven batches, paces that vary several times over, prompts that take seconds, streams that start and end: all
     shards stay healthy for a minute."""
-    rig = CoreRig(health=HealthConfig(), policy="least_requests", max_queued_requests=4000)
+    rig = CoreRig(health=HealthSettings(), policy="least_requests", max_queued_requests=4000)
     core = rig.core
     num_shards = 8
     for i in range(num_shards):

@@ -12,6 +12,8 @@ from router.core.dispatch.prefix_copies import COPY_NAME, MIN_COPIED_TOKENS, is_
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.load.decode_speed import DecodeSpeed, shared_tokens
 from router.core.load.kv_memory import num_common, pressure_seconds, wait_seconds
+from router.core.load.load_view import LoadView
+from router.core.load.speed_model import SpeedModel
 from tests.fakes.core_rig import CoreRig, has, only
 
 BLOCK = 512
@@ -52,6 +54,22 @@ def test_the_cost_of_context_is_learned_from_reports() -> None:
     assert speed.used_slack(1, 1.0, 0.005) == 1.0
     assert speed.learned_factor(1.0, 100_000, 0.026) > 1.0
     assert shared_tokens(1000, 1000) == 500
+
+
+def test_prefill_takes_its_share_of_the_time_between_tokens() -> None:
+    """Context that leaves half of the objective free on a shard which only decodes uses all of it up on one that
+    prefills for half of the time."""
+
+    def delay(prefill_seconds: float, tpot_seconds: float) -> float:
+        view = LoadView("m", 1000, SpeedModel(), DecodeSpeed())
+        for num_tokens in range(10_000, 400_000, 10_000):
+            view.decode_speed.observe(num_tokens, 0.001 + 1e-7 * num_tokens)
+        view.report = ShardLoad(num_running=4, num_decode_context_tokens=400_000)
+        view.busy.add(prefill_seconds, 10.0)
+        return view.decode_delay_seconds(10_000, 100, 10.0, tpot_seconds)
+
+    assert delay(30.0, 0.2) == pytest.approx(delay(0.0, 0.1))
+    assert delay(30.0, 0.1) == pytest.approx(2 * delay(0.0, 0.1), rel=0.3)
 
 
 def test_common_beginnings_are_counted() -> None:

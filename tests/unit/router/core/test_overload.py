@@ -9,7 +9,7 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
-from router.core.core_config import NO_OVERLOAD_CONTROL, NO_RAMP
+from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.dispatch.overload import DrainRate, retry_after_seconds
 from router.core.events import (
     ClientGone,
@@ -23,6 +23,7 @@ from router.core.events import (
     Tick,
     TierRank,
 )
+from router.core.rule_settings import NO_RAMP
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 SHEDS = msgspec.structs.replace(NO_OVERLOAD_CONTROL, sheds_load_early=True)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.core.actions import Action, SubmitAttempt
+from router.core.actions import Action, PlacementDecided, SubmitAttempt
 from router.core.core import CoreConfig
 from router.core.dispatch.openings import Openings
-from router.core.placement.placer import Placer
+from router.core.placement.placer import MAX_EXPLAINED, Placer
+from router.core.placement.plan import Pick
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Call, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
@@ -44,12 +45,16 @@ class Prompts:
         yield from ()
 
 
-def run(workload: Prompts, num_shards: int, sample_share: float = 0.0) -> tuple[SimulationResult, list[str]]:
+def run(
+    workload: Prompts, num_shards: int, sample_share: float = 0.0, picks: list[Pick] | None = None
+) -> tuple[SimulationResult, list[str]]:
     sent: list[str] = []
 
     def note(action: Action, now: float) -> None:
         if isinstance(action, SubmitAttempt):
             sent.append(f"{now:.9f} {action.shard_id} {action.request.request_id}")
+        elif isinstance(action, PlacementDecided) and picks is not None:
+            picks.append(action.pick)
 
     config = CoreConfig(
         max_queued_requests=UNLIMITED,
@@ -64,11 +69,23 @@ def run(workload: Prompts, num_shards: int, sample_share: float = 0.0) -> tuple[
     return simulate(workload, options), sent  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_shards_that_are_not_scored_would_not_have_been_picked(seed: int) -> None:
-    """All shards are scored for a placement that is to be explained, and only the promising ones otherwise."""
+@pytest.mark.parametrize(("num_shards", "seed"), [(12, 0), (12, 1), (24, 2)])
+def test_shards_that_are_not_scored_would_not_have_been_picked(num_shards: int, seed: int) -> None:
+    """All shards are scored for a placement that is to be explained, or MAX_EXPLAINED of a larger fleet, and only the
+    promising ones otherwise."""
     workload = Prompts(60, 8.0, 5, seed)
-    assert run(workload, 12)[1] == run(workload, 12, sample_share=1.0)[1]
+    assert run(workload, num_shards)[1] == run(workload, num_shards, sample_share=1.0)[1]
+
+
+def test_an_explanation_of_a_large_fleet_has_the_picked_shard_and_few_others() -> None:
+    """Explanations are on by default: scoring all of 128 shards for each would cost more than the rest of a request."""
+    picks: list[Pick] = []
+    run(Prompts(60, 8.0, 5, 3), 40, sample_share=1.0, picks=picks)
+    for pick in picks:
+        shard_ids = [shard.shard_id for shard in pick.plan.shards]
+        assert pick.picked_shard_id == shard_ids[0]
+        assert len(shard_ids) == len(set(shard_ids)) >= MAX_EXPLAINED
+    assert sum(len(pick.candidates) for pick in picks) < 1.5 * MAX_EXPLAINED * len(picks)
 
 
 def test_no_request_is_looked_at_again_while_nothing_changes() -> None:

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from kvloom_common.config import FairnessConfig
 from router.core.actions import Action, RequestEnded, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import LoadReported, ShardLoad, Tick
 from router.core.frames import Finish
 from router.core.priority_classes import PriorityClass
+from router.core.rule_settings import FairnessSettings
 from tests.fakes.core_rig import CoreRig, has, only, submitted
 
 GOLD = PriorityClass("gold", 0, aging_seconds=5.0)
 PLAIN = PriorityClass("plain", 1, aging_seconds=5.0)
 FLEX = PriorityClass("flex", 2, aging_seconds=5.0)
-FAIRNESS = FairnessConfig(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
+FAIRNESS = FairnessSettings(preempt_after_seconds=0.25, reserved_share=0.25, contention_seconds=10.0)
 
 
 class ClassRig(CoreRig):

@@ -206,13 +206,38 @@ def test_only_unfinished_choices_move() -> None:
 
 def test_failing_engine_is_retried_where_it_is_alone() -> None:
     """With one shard, a failed sequence is retried there; attempts are bounded."""
-    rig = CoreRig(max_attempts=2)
+    rig = CoreRig(max_attempts=50)
     rig.add_shard()
     _, [slot] = submitted(rig.submit())
     _, [slot] = submitted(rig.fail("s0", slot))
     [finish] = sent(rig.fail("s0", slot)).finishes
     assert finish.error is not None
-    assert finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED
+    assert finish.error.reason == ErrorReason.ERROR_REASON_REQUEST_QUARANTINED
+
+
+def test_a_request_that_has_killed_two_shards_is_tried_on_no_third() -> None:
+    """A poison request, or an adapter that no engine survives, would end shard after shard."""
+    rig = CoreRig(max_attempts=50)
+    for name in ("s0", "s1", "s2"):
+        rig.add_shard(name)
+    first, _ = submitted(rig.submit())
+    second, _ = submitted(rig.handle(ShardDown(first)))
+    actions = rig.handle(ShardDown(second))
+    assert not has(actions, SubmitAttempt)
+    [finish] = sent(actions).finishes
+    assert finish.error is not None
+    assert finish.error.reason == ErrorReason.ERROR_REASON_REQUEST_QUARANTINED
+
+
+def test_an_answer_that_has_begun_survives_any_number_of_shards() -> None:
+    """Its output shows that it can be computed: it was there by chance when they were lost."""
+    rig = CoreRig(max_attempts=50)
+    for name in ("s0", "s1", "s2", "s3"):
+        rig.add_shard(name)
+    shard, [slot] = submitted(rig.submit(max_tokens=9))
+    rig.start(shard, slot)
+    for _ in range(3):
+        shard, _ = submitted(rig.handle(ShardDown(shard)))
 
 
 def test_complete_answer_is_not_resubmitted() -> None:

@@ -269,3 +269,33 @@ def test_verdicts_for_ended_requests_are_ignored() -> None:
     rig = CoreRig(safety=(True, True))
     assert rig.handle(PromptVerdict(9, False, "x")) == []
     assert rig.handle(AnswersScreened([5], [1], [AnswerHalt(6, 0, "x")], [7])) == []
+
+
+def test_a_stop_string_is_screened_with_the_text_before_it() -> None:
+    """Clients learn which stop string has ended an answer, so it is a part of what they can read."""
+    rig = CoreRig(safety=(False, True))
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    actions = rig.start(shard_id, slot, delta="launch ")
+    [screened] = only(actions, ScreenAnswers).slots
+    rig.handle(AnswersScreened([screened], [0], [], []))
+    actions = rig.finish(shard_id, slot, stop_string="code")
+    screening = only(actions, ScreenAnswers)
+    assert (screening.slots, screening.deltas, screening.close_slots) == ([screened], ["code"], [screened])
+    assert not has(actions, SendStep)
+    halt = AnswerHalt(screened, 0, "not here")
+    [finish] = sent(rig.handle(AnswersScreened([], [], [halt], [screened]))).finishes
+    assert (finish.reason, finish.stop_string) == (FinishReason.FINISH_REASON_CONTENT_FILTER, "")
+
+
+def test_a_stop_string_waits_for_a_service_that_is_away() -> None:
+    """Its successor judges it with the text that is withheld."""
+    rig = CoreRig(safety=(False, True), safety_patience_seconds=5.0)
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    rig.start(shard_id, slot, delta="launch ")
+    rig.handle(SafetyDown())
+    assert not has(rig.finish(shard_id, slot, stop_string="code"), SendStep)
+    screening = only(rig.handle(SafetyUp(screens_prompts=False, screens_answers=True)), ScreenAnswers)
+    assert screening.deltas == ["launch code"]
+    assert screening.close_slots == screening.slots

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvloom_common.config import TensorRtCacheTransceiverConfig, TensorRtLlmConfig
 from shard_server.engines.base import Capability, EngineError, EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff
-from shard_server.engines.tensorrt_llm.versions import NEWEST
+from shard_server.engines.tensorrt_llm.health import WatchSettings
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
-from tests.fakes.fake_tensorrt_llm import FakeTensorRtLlm, Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import NEWEST, FakeTensorRtLlm, Variant, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm
 from tests.fakes.tensorrt_llm_engine import make_tensorrt_llm_engine
 
@@ -27,10 +26,12 @@ async def two_engines(
     variant: Variant | None = None, timeout_ms: int = 60_000, cancel_timeout_seconds: float = 10.0
 ) -> AsyncIterator[tuple[EngineDriver, EngineDriver, FakeTensorRtLlm]]:
     """One that prefills, which is the fake's first LLM, and one that decodes."""
-    transceiver = TensorRtCacheTransceiverConfig(backend="NIXL", timeout_ms=timeout_ms)
+    transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": timeout_ms}
     with installed_tensorrt_llm(variant) as fake:
-        config = TensorRtLlmConfig(cache_transceiver=transceiver, cancel_timeout_seconds=cancel_timeout_seconds)
-        engines = [make_tensorrt_llm_engine(config) for _ in range(2)]
+        config = WatchSettings(
+            options={"cache_transceiver_config": transceiver}, cancel_timeout_seconds=cancel_timeout_seconds
+        )
+        engines = [make_tensorrt_llm_engine(config, role=role) for role in ("prefill", "decode")]
         try:
             for engine in engines:
                 await engine.start()
@@ -133,8 +134,9 @@ async def test_a_leg_that_is_cancelled_when_it_is_complete_ends_with_its_hand_of
 
 @pytest.mark.parametrize("variant", [Variant(), Variant(release=NEWEST)], ids=["1.2.1", "newest"])
 async def test_a_leg_that_is_cancelled_before_ends_as_cancelled(variant: Variant):
-    """Nothing waits to be fetched, although the library gives the request's own params back."""
-    async with two_engines(variant) as (prefills, _, fake):
+    """Nothing waits to be fetched. The library drops it without an answer, and a leg that might be running is waited
+    for until the timeout."""
+    async with two_engines(variant, cancel_timeout_seconds=0.2) as (prefills, _, fake):
         fake.llms[0].executor.hangs = True
         prefills.engine.submit(request_of("a", PROMPT, 1, prefill_only=True))
         prefills.engine.cancel("a")

@@ -8,15 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from kvloom_common.config import TensorRtKvCacheConfig, TensorRtLlmConfig, TensorRtLoraConfig
+from kvloom_common.config import TensorRtLlmConfig
 from kvloom_common.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, Capability, EngineError, Sampling, SequenceFinishReason
 from shard_server.engines.tensorrt_llm import daemon_thread
 from shard_server.engines.tensorrt_llm.engine import PROBE_SALT
-from shard_server.engines.tensorrt_llm.versions import NEWEST
+from shard_server.engines.tensorrt_llm.health import WatchSettings
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
-from tests.fakes.fake_tensorrt_llm import IN_1_2, IN_NEWEST, RequestError, Variant, installed_tensorrt_llm
-from tests.fakes.tensorrt_llm_engine import EOS, make_tensorrt_llm_engine, running_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import (
+    IN_1_2,
+    IN_NEWEST,
+    NEWEST,
+    RELEASE_1_2,
+    LibraryRelease,
+    RequestError,
+    Variant,
+    installed_tensorrt_llm,
+)
+from tests.fakes.tensorrt_llm_engine import EOS, make_tensorrt_llm_engine, options, running_tensorrt_llm
 
 TIMEOUT_SECONDS = 10.0
 
@@ -41,9 +50,12 @@ async def test_a_requests_own_failure_is_its_own():
         assert len(driver.tokens["bad"]) == 3
 
 
-async def test_any_other_exception_of_a_stream_is_the_engines_death():
-    """And a stream that has raised is never asked again: that hangs in the library."""
-    async with running_tensorrt_llm() as (driver, fake):
+@pytest.mark.parametrize("notices_death", [True, False])
+async def test_an_engine_whose_worker_has_ended_is_dead(notices_death: bool):
+    """Its health says so, or a probe that gets no token. A stream that has raised is never asked again: that hangs in
+    the library."""
+    config = WatchSettings(probe_timeout_seconds=0.2)
+    async with running_tensorrt_llm(Variant(notices_death=notices_death), config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 2000))
         driver.engine.submit(request_of("b", prompt_of(2, 10), 2000))
         await driver.step_until(lambda: len(driver.tokens) == 2)
@@ -69,7 +81,7 @@ async def test_an_engine_that_hangs_with_work_is_dead():
 @pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
 async def test_an_engine_that_fails_every_request_is_dead(variant: Variant):
     """It accepts the next ones, and each of them would restart the clock of an idle engine's probe."""
-    config = TensorRtLlmConfig(max_failed_requests=3, cancel_timeout_seconds=0.1)
+    config = WatchSettings(max_failed_requests=3, cancel_timeout_seconds=0.1)
     async with running_tensorrt_llm(variant, config) as (driver, fake):
         fake.llm.executor.fails_all = RequestError("CUDA error: an illegal memory access was encountered")
 
@@ -85,7 +97,7 @@ async def test_an_engine_that_fails_every_request_is_dead(variant: Variant):
 
 async def test_a_clients_bad_requests_do_not_end_an_engine_that_works():
     """Otherwise one client could stop a shard after another."""
-    config = TensorRtLlmConfig(max_failed_requests=2, cancel_timeout_seconds=0.05)
+    config = WatchSettings(max_failed_requests=2, cancel_timeout_seconds=0.05)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         for number in range(3):
             fake.llm.executor.fail_next = (0, RequestError("no such adapter"))
@@ -101,7 +113,7 @@ async def test_a_clients_bad_requests_do_not_end_an_engine_that_works():
 
 async def test_the_librarys_own_health_check_is_asked():
     """Newer versions know of failures that none of our requests has met."""
-    config = TensorRtLlmConfig(cancel_timeout_seconds=0.1)
+    config = WatchSettings(cancel_timeout_seconds=0.1)
     async with running_tensorrt_llm(IN_NEWEST, config) as (driver, fake):
         fake.llm.executor.num_failed = 9
         with pytest.raises(EngineError, match="own health check"):
@@ -110,7 +122,7 @@ async def test_the_librarys_own_health_check_is_asked():
 
 async def test_an_idle_engine_that_has_crashed_is_found_by_the_probe():
     """Before the next client is."""
-    config = TensorRtLlmConfig(probe_interval_seconds=0.1, probe_timeout_seconds=0.2)
+    config = WatchSettings(probe_interval_seconds=0.1, probe_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         await driver.run(request_of("a", prompt_of(1, 10), 3))
         fake.llm.executor.hangs = True
@@ -121,7 +133,7 @@ async def test_an_idle_engine_that_has_crashed_is_found_by_the_probe():
 
 async def test_probes_of_a_healthy_engine_are_not_seen():
     """They are no one's sequences."""
-    config = TensorRtLlmConfig(probe_interval_seconds=0.02)
+    config = WatchSettings(probe_interval_seconds=0.02)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         async with asyncio.timeout(TIMEOUT_SECONDS):
             for _ in range(3):
@@ -135,7 +147,7 @@ async def test_probes_of_a_healthy_engine_are_not_seen():
 
 async def test_an_abort_that_is_not_obeyed_is_cut_off():
     """The client must get its end, and the slot must become free."""
-    config = TensorRtLlmConfig(cancel_timeout_seconds=0.1)
+    config = WatchSettings(cancel_timeout_seconds=0.1)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 4000))
         await driver.step_until(lambda: "a" in driver.tokens)
@@ -146,7 +158,7 @@ async def test_an_abort_that_is_not_obeyed_is_cut_off():
 
 async def test_an_abort_that_raises_is_survived():
     """It reaches through a weak reference."""
-    config = TensorRtLlmConfig(cancel_timeout_seconds=0.1)
+    config = WatchSettings(cancel_timeout_seconds=0.1)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 4000))
         await driver.step_until(lambda: "a" in driver.tokens)
@@ -157,7 +169,7 @@ async def test_an_abort_that_raises_is_survived():
 
 async def test_a_reader_that_stalls_does_not_keep_the_gpu_busy():
     """Its sequences are aborted, not waited for."""
-    config = TensorRtLlmConfig(unread_timeout_seconds=0.1)
+    config = WatchSettings(unread_timeout_seconds=0.1)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 4000))
         await driver.step_until(lambda: "a" in driver.tokens)
@@ -198,7 +210,7 @@ async def test_the_end_token_is_the_last_of_the_output(variant: Variant):
     pytest.importorskip("torch")  # a bias is one of its tensors
     end_id = min(EOS)
     sampling = Sampling(logit_bias=((end_id, 100.0),))
-    async with running_tensorrt_llm(variant, TensorRtLlmConfig(penalties=True)) as (driver, fake):
+    async with running_tensorrt_llm(variant) as (driver, fake):
         request = request_of("a", prompt_of(1, 10), 5, sampling=sampling, stop_token_ids=EOS)
         (tokens,) = await driver.run(request)
         assert tokens == [end_id]
@@ -210,13 +222,12 @@ async def test_the_library_gets_salt_and_streaming():
     """Without a salt tenants would share their KV."""
     async with running_tensorrt_llm() as (driver, fake):
         await driver.run(request_of("a", prompt_of(1, 10), 2, root_hash=0xABC))
-        _, params, arguments = fake.llm.submitted[-1]
+        _, _, arguments = fake.llm.submitted[-1]
         assert {name: arguments[name] for name in ("lora_request", "cache_salt", "streaming")} == {
             "lora_request": None,
             "cache_salt": "0000000000000abc",
             "streaming": True,
         }
-        assert params.end_id in EOS
 
 
 async def test_a_version_without_salts_must_not_reuse_blocks():
@@ -225,7 +236,7 @@ async def test_a_version_without_salts_must_not_reuse_blocks():
     with pytest.raises(EngineError, match="cache_salt"):
         async with running_tensorrt_llm(variant):
             pass
-    config = TensorRtLlmConfig(kv_cache=TensorRtKvCacheConfig(block_reuse=False))
+    config = options(kv_cache_config={"enable_block_reuse": False})
     async with running_tensorrt_llm(variant, config) as (driver, _):
         await driver.run(request_of("a", prompt_of(1, 40), 2))
         assert Capability.PREFIX_CACHING not in driver.engine.info.capabilities
@@ -234,7 +245,7 @@ async def test_a_version_without_salts_must_not_reuse_blocks():
 
 async def test_what_the_library_refuses_concerns_that_request_only():
     """Its ValueError comes out of generate_async."""
-    config = TensorRtLlmConfig(chunked_prefill=False, max_num_tokens=32)
+    config = options(enable_chunked_prefill=False, max_num_tokens=32)
     async with running_tensorrt_llm(config=config) as (driver, _):
         with pytest.raises(EngineError, match="max_num_tokens"):
             driver.engine.submit(request_of("a", prompt_of(1, 40), 2))
@@ -294,7 +305,7 @@ async def test_without_statistics_the_configuration_must_tell_the_blocks():
 @pytest.mark.parametrize("has_stats", [True, False])
 async def test_the_blocks_of_all_ranks_count(has_stats: bool):
     """With attention data parallelism each rank has a cache of its own, and the capacity is said for one."""
-    config = TensorRtLlmConfig(tensor_parallel_size=2, attention_dp=True)
+    config = options(tensor_parallel_size=2, enable_attention_dp=True)
     variant = Variant(release=NEWEST, has_stats=has_stats, tokens_per_step=3)
     async with running_tensorrt_llm(variant, config, num_blocks=40) as (driver, _):
         assert driver.engine.info.num_blocks == 80
@@ -353,11 +364,10 @@ async def test_a_request_error_of_the_submit_itself_is_the_requests():
         with pytest.raises(EngineError, match="no such adapter"):
             driver.engine.submit(request_of("a", prompt_of(1, 10), 5))
         await driver.run(request_of("b", prompt_of(1, 10), 5))
-        fake.llm.refuse_next = RuntimeError("the executor is shutting down")
-        with pytest.raises(EngineError, match="shutting down"):
+        fake.llm.refuse_next = AttributeError("'NoneType' object has no attribute 'x'")
+        with pytest.raises(EngineError, match="has no attribute"):
             driver.engine.submit(request_of("c", prompt_of(1, 10), 5))
-        with pytest.raises(EngineError, match="shutting down"):
-            await driver.step_until(lambda: False)
+        await driver.run(request_of("d", prompt_of(1, 10), 5))
 
 
 async def test_a_failed_start_shuts_the_library_down():
@@ -390,20 +400,27 @@ async def test_logprobs_hold_the_chosen_token_also_when_it_was_unlikely():
             assert [logprob for _, logprob in entry.top] == [-0.5, -1.5]
 
 
-async def test_penalties_are_offered_where_the_sampler_has_them():
-    """In 1.2.1 the default sampler ignores them without a word."""
-    for config, has in (
-        (TensorRtLlmConfig(), False),
-        (TensorRtLlmConfig(sampler_type="TRTLLMSampler"), True),
-        (TensorRtLlmConfig(penalties=True), True),
-    ):
-        async with running_tensorrt_llm(config=config) as (driver, _):
-            assert (Capability.PENALTIES in driver.engine.info.capabilities) is has
+@pytest.mark.parametrize(
+    ("release", "sampler_type", "has"),
+    [(RELEASE_1_2, "auto", False), (RELEASE_1_2, "TRTLLMSampler", True), (NEWEST, None, True)],
+)
+async def test_parameters_are_offered_where_the_sampler_applies_them(
+    release: LibraryRelease, sampler_type: str | None, has: bool
+):
+    """In 1.2.1 the default sampler ignores penalties without a word, and applies min_p and a bias."""
+    config = None if sampler_type is None else options(sampler_type=sampler_type)
+    async with running_tensorrt_llm(Variant(release=release), config) as (driver, _):
+        found = driver.engine.info.capabilities
+        assert {Capability.MIN_P, Capability.LOGIT_BIAS} <= found
+        assert ({Capability.PENALTIES, Capability.REPETITION_PENALTY} <= found) is has
+        assert Capability.MIN_TOKENS not in found, "only one of the stop tokens is kept back"
+        with pytest.raises(EngineError, match="min_tokens"):
+            driver.engine.submit(request_of("a", prompt_of(1, 10), 5, min_tokens=2))
 
 
 async def test_adapters_must_exist_at_the_start(tmp_path: Path):
     """The library would find out with the first request for it."""
-    config = TensorRtLlmConfig(lora=TensorRtLoraConfig(enabled=True, adapters={"legal": str(tmp_path / "none")}))
+    config = TensorRtLlmConfig(adapters={"legal": str(tmp_path / "none")})
     with pytest.raises(EngineError, match=r"adapters\.legal"):
         async with running_tensorrt_llm(config=config):
             pass

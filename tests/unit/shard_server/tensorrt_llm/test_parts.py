@@ -18,13 +18,14 @@ from shard_server.engines.tensorrt_llm.daemon_thread import MAX_FAILURES, DrainT
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only, handoff_of
 from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch
 from shard_server.engines.tensorrt_llm.output_buffer import MAX_UNREAD_TOKENS, OutputBuffer
+from shard_server.engines.tensorrt_llm.requests.adapter_files import AdapterCheck
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm, Variant
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, CompletionOutput, Logprob, RequestOutput
-from tests.fakes.tensorrt_llm_engine import write_empty_adapter
+from tests.fakes.tensorrt_llm_engine import write_adapter
 
 TIMEOUT_SECONDS = 10.0
 
@@ -215,14 +216,19 @@ async def test_a_sequence_that_is_not_read_waits_and_the_others_do_not():
 def test_adapters_have_the_same_number_in_every_shard(library: Any, tmp_path: Path):
     """A number is what the engine's cache knows an adapter by."""
     for name in ("b", "a"):
-        write_empty_adapter(tmp_path / name)
-    table = AdapterTable(library, {name: str(tmp_path / name) for name in ("b", "a")})
+        write_adapter(tmp_path / name)
+    paths = {name: str(tmp_path / name) for name in ("b", "a")}
+    table = AdapterTable(library, paths, AdapterCheck(tmp_path, 64, frozenset()), 4, _never)
     request = table.request_of("a")
     assert request is not None
     assert (request.lora_name, request.lora_int_id) == ("a", 1)
     assert table.request_of("") is None
     with pytest.raises(EngineError, match="'c'"):
         table.request_of("c")
+
+
+async def _never(adapter: Any) -> None:
+    raise AssertionError("no adapter is to be loaded")
 
 
 async def _prefill(llm: FakeLlm, params: Any, prompt: list[int], disaggregated: Any) -> RequestOutput:
@@ -233,7 +239,12 @@ async def _prefill(llm: FakeLlm, params: Any, prompt: list[int], disaggregated: 
 async def test_a_hand_off_goes_from_prefill_to_decode(library: Any):
     """The state is opaque, and survives the way between two processes."""
     llm = library.symbol("LLM")(
-        model="m", kv_cache_config=configs.KvCacheConfig(), max_batch_size=2, enable_chunked_prefill=True
+        model="m",
+        backend="pytorch",
+        kv_cache_config=configs.KvCacheConfig(),
+        max_batch_size=2,
+        enable_chunked_prefill=True,
+        disable_overlap_scheduler=True,
     )
     params = configs.SamplingParams(end_id=0, ignore_eos=True, max_tokens=9)
     output = await asyncio.wait_for(_prefill(llm, params, [1, 2, 3], context_only(library)), TIMEOUT_SECONDS)
@@ -271,7 +282,11 @@ def test_damaged_hand_offs_are_refused():
 async def test_the_fake_has_the_quirks_it_is_there_for(library: Any):
     """The same object, n > 1 done per request, the final trim, an abort that ends later, greedy n > 1 refused."""
     llm = library.symbol("LLM")(
-        model="m", kv_cache_config=configs.KvCacheConfig(), max_batch_size=4, enable_chunked_prefill=True
+        model="m",
+        backend="pytorch",
+        kv_cache_config=configs.KvCacheConfig(),
+        max_batch_size=4,
+        enable_chunked_prefill=True,
     )
     params = configs.SamplingParams(end_id=0, ignore_eos=True, max_tokens=5, n=2, temperature=1.0, seed=3)
     output = llm.generate_async([1, 2], params, streaming=True)
@@ -288,6 +303,12 @@ async def test_the_fake_has_the_quirks_it_is_there_for(library: Any):
     aborted.abort()
     assert not aborted.finished
     assert (await aborted.aresult()).outputs[0].finish_reason == "cancelled"
+    first = llm.generate_async([1, 2], dataclasses.replace(params, n=1, max_tokens=1000))
+    others = [llm.generate_async([1, 2], dataclasses.replace(params, n=1, max_tokens=1000)) for _ in range(4)]
+    await anext(first)
+    others[-1].abort()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(others[-1]), 0.2)  # one that waits is dropped without an answer
     with pytest.raises(ValueError, match="Greedy"):
         configs.SamplingParams(n=2)
     with pytest.raises(IndexError):

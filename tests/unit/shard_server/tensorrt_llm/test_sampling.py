@@ -13,7 +13,7 @@ from shard_server.engines.base import Capability, EngineError, EngineInfo, Engin
 from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.requests.request_fields import cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper, sampling_arguments
-from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
 
 INFO = EngineInfo(
     engine="tensorrt_llm",
@@ -38,8 +38,12 @@ def request(sampling: Sampling | None = None, max_tokens: int = 20, **fields: An
     return EngineRequest("a", [5, 6, 7], sampling or Sampling(seed=11), max_tokens, **fields)
 
 
-def params_of(asked: EngineRequest, backend: str = "off") -> Any:
-    return SamplingMapper.of(load_tensorrt_llm(), backend).params_of(asked, INFO)
+LOGITS_WIDTH = 1024
+"""Larger than the tokenizer's vocabulary, as in Qwen2.5."""
+
+
+def params_of(asked: EngineRequest, backend: str = "") -> Any:
+    return SamplingMapper.of(load_tensorrt_llm(), backend, LOGITS_WIDTH).params_of(asked, INFO)
 
 
 def test_greedy_is_the_absence_of_the_sampling_parameters():
@@ -65,10 +69,10 @@ def test_one_end_id_and_the_other_ends_as_stop_tokens():
 
 
 def test_who_ignores_the_end_is_not_stopped_by_it():
-    """An end_id must be given all the same."""
+    """`ignore_eos` would drop the stop tokens in newer versions."""
     params = params_of(request(stop_token_ids=frozenset({50})))
-    assert params.ignore_eos
-    assert params.end_id == 2
+    assert not params.ignore_eos
+    assert (params.end_id, params.pad_id) == (-1, 2)
     assert params.stop_token_ids == [50]
     assert params_of(request()).stop_token_ids is None
 
@@ -91,16 +95,9 @@ def test_logprobs_are_never_zero(asked: int | None, given: int | None):
 
 def test_penalties_leave_the_prompt_out_where_the_version_can():
     """OpenAI's look at the output only; what an earlier attempt emitted is output."""
-
-    @dataclasses.dataclass(kw_only=True)
-    class Newer(configs.SamplingParams):
-        prompt_ignore_length: int | None = None
-
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=-0.5)
     assert "prompt_ignore_length" not in sampling_arguments(request(sampling), INFO)
-    library = load_tensorrt_llm()
-    mapper = SamplingMapper(library, Newer, True, "off")
-    params = mapper.params_of(request(sampling, output_token_ids=[9]), INFO)
+    params = params_of(request(sampling, output_token_ids=[9]))
     assert params.prompt_ignore_length == 3
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
 
@@ -111,7 +108,7 @@ def test_further_parameters_are_mapped():
     sampling = Sampling(min_p=0.1, repetition_penalty=1.2, logit_bias=((7, -100.0), (9, 2.0)))
     params = params_of(request(sampling, min_tokens=5, output_token_ids=[1, 2]))
     assert (params.min_p, params.repetition_penalty, params.min_tokens) == (0.1, 1.2, 3)
-    assert params.embedding_bias.shape == (1000,)
+    assert params.embedding_bias.shape == (LOGITS_WIDTH,)
     assert {i: v for i, v in enumerate(params.embedding_bias.tolist()) if v} == {7: -100.0, 9: 2.0}
     plain = params_of(request())
     assert (plain.min_p, plain.repetition_penalty, plain.min_tokens, plain.embedding_bias) == (None,) * 4

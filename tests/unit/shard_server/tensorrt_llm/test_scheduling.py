@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom_common.config import TensorRtKvCacheConfig, TensorRtLlmConfig
+from kvloom_common.config import TensorRtLlmConfig
 from kvloom_common.text.block_hash import block_hashes, token_bytes
 from shard_server.engines.base import EngineError
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
@@ -15,7 +15,7 @@ from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, Stor
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from tests.conformance.engine_driver import prompt_of, request_of
 from tests.fakes.fake_tensorrt_llm import IN_1_2, IN_NEWEST, Variant
-from tests.fakes.tensorrt_llm_engine import running_tensorrt_llm
+from tests.fakes.tensorrt_llm_engine import options, running_tensorrt_llm
 
 BOTH = pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
 BLOCK_SIZE = 4
@@ -39,7 +39,7 @@ async def test_by_default_a_request_is_passed_as_it_always_was(variant: Variant)
 
 async def test_the_more_urgent_class_leaves_the_queue_first():
     """Batch jobs must not delay a chat, and a chat without a class has the library's own default."""
-    config = TensorRtLlmConfig(waiting_queue_policy="priority")
+    config = options(scheduler_config={"waiting_queue_policy": "priority"})
     found = [(await passed(IN_NEWEST, config, class_rank=rank))["priority"] for rank in (0, 1, 2, 50)]
     assert found[:2] == [1.0, 0.5]
     assert found == sorted(found, reverse=True)
@@ -48,14 +48,14 @@ async def test_the_more_urgent_class_leaves_the_queue_first():
 
 async def test_a_version_without_priorities_is_refused_by_the_options_name():
     """Otherwise all classes would silently wait alike."""
-    with pytest.raises(EngineError, match=r"shard\.tensorrt_llm\.waiting_queue_policy"):
-        await passed(IN_1_2, TensorRtLlmConfig(waiting_queue_policy="priority"))
+    with pytest.raises(EngineError, match=r"options\.scheduler_config: .*waiting_queue_policy"):
+        await passed(IN_1_2, options(scheduler_config={"waiting_queue_policy": "priority"}))
 
 
 @BOTH
 async def test_blocks_of_what_can_wait_are_evicted_first(variant: Variant):
     """A long batch job would otherwise push the system prompts of all chats out of the cache."""
-    config = TensorRtLlmConfig(kv_cache=TensorRtKvCacheConfig(retention_by_class=True))
+    config = TensorRtLlmConfig(retention_by_class=True)
     assert (await passed(variant, config))["kv_cache_retention_config"] is None
     retention = (await passed(variant, config, class_rank=3))["kv_cache_retention_config"]
     [prompt] = retention.token_range_retention_configs
@@ -73,7 +73,9 @@ async def test_a_trace_continues_inside_the_engine(variant: Variant):
 
 async def test_a_request_runs_on_the_rank_that_has_its_prefix():
     """Each rank has a cache of its own: elsewhere the prompt would be computed again."""
-    config = TensorRtLlmConfig(attention_dp=True, attention_dp_follows_prefix=True, tensor_parallel_size=2)
+    config = TensorRtLlmConfig(
+        options={"enable_attention_dp": True, "tensor_parallel_size": 2}, attention_dp_follows_prefix=True
+    )
     async with running_tensorrt_llm(IN_NEWEST, config, block_size=8) as (driver, fake):
         prompt = prompt_of(1, 40)
         driver.engine.submit(request_of("a", prompt, 2))

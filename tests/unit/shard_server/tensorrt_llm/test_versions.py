@@ -4,48 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 from kvloom_common.config import TensorRtLlmConfig
+from shard_server.engines.base import Capability
 from shard_server.engines.tensorrt_llm import known_names
-from shard_server.engines.tensorrt_llm.api import TensorRtLlm, argument_names
-from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, RELEASES, Release, release_of
+from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+from shard_server.engines.tensorrt_llm.llm_options import LORA
+from shard_server.engines.tensorrt_llm.versions import NEWEST, RELEASE_1_2, Release, release_of
 from tests.conformance.engine_driver import prompt_of, request_of
-from tests.fakes.fake_tensorrt_llm import IN_1_2, IN_NEWEST, RequestError, Variant, installed_tensorrt_llm
+from tests.fakes import fake_tensorrt_llm as fake
+from tests.fakes.fake_tensorrt_llm import IN_NEWEST, LibraryRelease, RequestError, Variant, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm.releases import Alias, Deprecated
 from tests.fakes.tensorrt_llm_engine import running_tensorrt_llm
 
 TRANSCEIVER = "CacheTransceiverConfig"
+PAIRS = pytest.mark.parametrize(
+    ("release", "library"),
+    [(RELEASE_1_2, fake.RELEASE_1_2), (NEWEST, fake.NEWEST)],
+    ids=lambda release: release.name,
+)
+"""The adapter's table of a release, and that which was written from the library."""
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
-def test_a_release_lacks_and_ignores_only_known_names(release: Release):
-    """A misspelt name in the table would mean that the release has everything."""
-    for name, lacking in release.lacks.items():
-        assert lacking <= known_names.ARGUMENTS[name]
-    for name, ignored in release.ignores.items():
-        assert ignored <= release.arguments(name)
-    for name, lacking in release.lacks_attributes.items():
-        assert lacking <= known_names.OBJECTS[name]
-    for name, defaults in release.defaults.items():
-        assert defaults.keys() <= release.arguments(name)
-    assert {f"tensorrt_llm.{symbol}" for symbol in release.lacks_symbols} <= known_names.SYMBOLS
+@PAIRS
+def test_the_table_agrees_with_the_library(release: Release, library: LibraryRelease):
+    """The two were written apart: a name that only one of them has is wrong in one of them."""
+    assert release.name == library.name
+    names = {
+        "LLM": library.classes["TorchLlmArgs"],
+        "LLM.generate_async": library.generate,
+        "SamplingParams": library.sampling,
+        "DisaggregatedParams": library.handoff,
+        **library.classes,
+    }
+    checked = 0
+    for name in known_names.ARGUMENTS.keys() & names.keys():
+        fields = names[name]
+        defaults = fields if isinstance(fields, Mapping) else dict.fromkeys(fields)
+        aliases = {default.name for default in defaults.values() if isinstance(default, Alias)}
+        assert release.arguments(name) == known_names.ARGUMENTS[name] & {*fields, *aliases}, name
+        deprecated = {key for key, default in defaults.items() if isinstance(default, Deprecated)}
+        assert release.ignores.get(name, frozenset()) == deprecated, name
+        checked += 1
+    assert checked > 12
+    assert release.transceivers == set(library.transceivers)
+    assert release.hands_over_serially == library.context_only_needs_serial_scheduler
+    one_model = {name.upper().replace("_", "") for name in library.one_model}
+    assert not release.logprobs_beside & one_model
+    applied = {
+        Capability.MIN_P: "min_p",
+        Capability.LOGIT_BIAS: "embedding_bias",
+        Capability.PENALTIES: "presence_penalty",
+        Capability.REPETITION_PENALTY: "repetition_penalty",
+    }
+    assert release.sampler == {one for one, name in applied.items() if name in library.sampler_applies}
 
 
-@pytest.mark.parametrize("variant", [IN_1_2, IN_NEWEST], ids=["1.2.1", "newest"])
-def test_the_fake_has_the_fields_of_its_release(variant: Variant):
-    """A field that only another release has would let the adapter pass it here and fail on a GPU machine."""
-    with installed_tensorrt_llm(variant):
-        library = TensorRtLlm(variant.release.name, RequestError)
+@PAIRS
+def test_every_symbol_that_is_always_used_is_there(release: Release, library: LibraryRelease):
+    """The others are looked for before they are used."""
+    optional = {"Eagle3DecodingConfig", "PARDDecodingConfig", "SADecodingConfig", "DFlashDecodingConfig", "LoraConfig"}
+    with installed_tensorrt_llm(Variant(release=library)):
+        installed = TensorRtLlm(release.name, RequestError)
         for symbol in known_names.SYMBOLS:
             path = symbol.removeprefix("tensorrt_llm.")
-            name = path.split(".")[-1]
-            found = library.find(path)
-            assert (found is not None) == variant.release.has_symbol(path), path
-            if found is not None and path.startswith("llmapi.") and name in known_names.ARGUMENTS:
-                arguments = argument_names(found)
-                assert arguments is not None
-                assert arguments <= variant.release.arguments(name), path
+            assert installed.find(path) is not None or path.rpartition(".")[2] in optional, path
+        assert any(installed.find(path) is not None for path in LORA)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +83,7 @@ def test_the_fake_has_the_fields_of_its_release(variant: Variant):
         ("1.0.0", RELEASE_1_2),
         ("a build", RELEASE_1_2),
         ("1.3.0rc21", NEWEST),
-        ("1.4.0rc1", NEWEST),
+        ("1.4.0rc4", NEWEST),
         ("2.0", NEWEST),
     ],
 )
@@ -67,8 +94,9 @@ def test_a_version_behaves_like_the_newest_known_one_before_it(version: str, rel
 
 async def test_an_unknown_newer_release_is_used_by_what_it_has():
     """An operator who updates the library must not have to wait for an update of kvloom."""
-    without = {TRANSCEIVER: frozenset({"max_tokens_in_buffer"}), "KvCacheConfig": frozenset({"disk_cache_size"})}
-    unknown = dataclasses.replace(NEWEST, name="2.7.0", version=(2, 7), lacks={**NEWEST.lacks, **without})
+    classes = {name: dict(fields) for name, fields in fake.NEWEST.classes.items()}
+    del classes[TRANSCEIVER]["max_tokens_in_buffer"]
+    unknown = dataclasses.replace(fake.NEWEST, name="2.7.0", classes=classes)
     async with running_tensorrt_llm(Variant(release=unknown), TensorRtLlmConfig()) as (driver, _):
         (tokens,) = await driver.run(request_of("a", prompt_of(1, 40), 5))
         assert len(tokens) == 5

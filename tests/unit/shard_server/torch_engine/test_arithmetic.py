@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,27 +12,51 @@ import torch
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import Arithmetic, ArithmeticChoice, choose_arithmetic
 from shard_server.engines.torch_engine.config import load_config
+from shard_server.engines.torch_engine.kernels import form_choice
+from shard_server.engines.torch_engine.kernels.families import runnable_families
+from shard_server.engines.torch_engine.kernels.form_choice import Costs
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
+from shard_server.engines.torch_engine.weight_form import NOT_PACKED, PackedFiles, WeightForm
+from tests.fakes.kernel_threads import kernel_thread_pool
 from tests.fakes.tiny_llama import write_tiny_llama
 
 NUM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
 """Of each weight; of int8 weights half as many"""
 
 
-def choose(tmp_path: Path, told: list[str], num_bytes: int = 9, **wanted: str) -> Arithmetic:
+BF16_IS_FAST = {"packed": (1.0, 0.01), "dtype": (2.0, 0.01), "int8": (1.9, 0.01)}
+BF16_IS_SLOW = {"packed": (1.0, 0.01), "dtype": (4.0, 0.01), "int8": (2.0, 0.01)}
+PACKED_IS_SLOW = {"packed": (1.0, 3.0), "dtype": (2.0, 0.01), "int8": (1.9, 0.01)}
+"""Seconds of a row alone and of one of many, as measure_forms finds them"""
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, BF16_IS_FAST)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
+    """A machine with these costs."""
+    monkeypatch.setattr(form_choice, "_kept_costs", lambda _threads, _measure: costs)
+
+
+def choose(
+    tmp_path: Path, told: list[str], num_bytes: int = 9, packed: PackedFiles = NOT_PACKED, **wanted: str
+) -> Arithmetic:
     """With memory for so many bytes for each weight."""
     config = load_config(write_tiny_llama(tmp_path, head_dim=64))
 
-    def check(dtype: torch.dtype, int8_weights: bool) -> None:
-        if NUM_BYTES[dtype] // (2 if int8_weights else 1) > num_bytes:
+    def check(dtype: torch.dtype, form: WeightForm) -> None:
+        if NUM_BYTES[dtype] // (2 if form is WeightForm.INT8 else 1) > num_bytes:
             raise EngineError(f"too little memory for {dtype}")
 
-    return choose_arithmetic(config, ArithmeticChoice(**wanted), 16, check, told.append)
+    return choose_arithmetic(config, ArithmeticChoice(**wanted), 16, check, told.append, packed)
 
 
 def test_auto_keeps_the_weights_and_compiles(tmp_path: Path):
     """bf16 in memory, whatever the CPU."""
     found = choose(tmp_path, [])
-    assert (found.dtype, found.int8_weights) == (torch.bfloat16, False)
+    assert (found.dtype, found.weights) == (torch.bfloat16, WeightForm.DTYPE)
     assert "torch" not in found.variant
     assert "bf16 weights" in found.description
 
@@ -54,12 +79,76 @@ def test_weights_are_int8_only_where_memory_is_short(tmp_path: Path):
     """The log then says why the answers are a little coarser."""
     told: list[str] = []
     found = choose(tmp_path, told, num_bytes=1)
-    assert found.int8_weights
+    assert found.weights is WeightForm.INT8
     assert any("smaller numbers than preferred: too little memory" in line for line in told)
     with pytest.raises(EngineError, match="too little memory"):
         choose(tmp_path, [], num_bytes=1, weights="dtype")
     with pytest.raises(EngineError, match="too little memory"):
         choose(tmp_path, [], num_bytes=0)
+
+
+WHOLE = PackedFiles(is_there=True, is_whole=True, num_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "packed", "form"),
+    [
+        (BF16_IS_FAST, WHOLE, WeightForm.PACKED),
+        (PACKED_IS_SLOW, WHOLE, WeightForm.DTYPE),
+        (BF16_IS_FAST, NOT_PACKED, WeightForm.DTYPE),
+        (BF16_IS_SLOW, NOT_PACKED, WeightForm.INT8),
+    ],
+)
+def test_auto_takes_the_fastest_form_that_keeps_quality(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: Costs, packed: PackedFiles, form: WeightForm
+):
+    """Packed weights lose nothing; int8 ones must be worth their rounding. The log and status say why."""
+    measured(monkeypatch, costs)
+    told: list[str] = []
+    found = choose(tmp_path, told, packed=packed)
+    assert found.weights is form
+    [line] = [line for line in told if line.startswith("weights: ")]
+    assert form.value in line
+    assert "measured" in line
+    assert ("packed" in line.partition("measured")[2]) == packed.is_there
+    assert line.partition(", ")[2] in found.description
+
+
+def test_packed_weights_compute_the_same_bits_wherever_there_are_no_tiles(tmp_path: Path):
+    """So shards of different CPUs are one variant, unless a part of the weights is not packed."""
+    fastest, *_, slowest = (family.name for family in runnable_families() if family.name != "amx")
+    names = fastest, slowest
+    variants = {choose(tmp_path, [], packed=WHOLE, weights="packed", kernels=name).variant for name in names}
+    assert len(variants) == 1
+    partly = dataclasses.replace(WHOLE, is_whole=False)
+    expected = {choose(tmp_path, [], kernels=name).variant.partition("/")[2] for name in names}
+    found = {choose(tmp_path, [], packed=partly, weights="packed", kernels=name).variant for name in names}
+    assert found == {f"packed/{arithmetic}" for arithmetic in expected}
+
+
+def test_costs_are_measured_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All shards of a machine choose alike, whatever else runs while one starts."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with kernel_thread_pool(1) as threads:
+        found: list[Costs] = []
+
+        def measure(_threads: ThreadPool) -> Costs:
+            found.append(form_choice.measure_forms(threads))
+            return found[-1]
+
+        def choice() -> form_choice.MeasuredForm:
+            return form_choice.fastest_form(threads, may_be_packed=True, on_progress=str, measure=measure)
+
+        first = choice()
+        assert choice() == first
+        assert len(found) == 1
+        assert all(0 < seconds < 60 for cost in found[0].values() for seconds in cost)
+        [path] = (tmp_path / "kvloom").glob("weights-*.json")
+        for content in ("", "[]", '{"packed": 1}'):
+            path.write_text(content)
+            choice()
+        assert len(found) == 4
 
 
 def test_without_numba_torchs_operators_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

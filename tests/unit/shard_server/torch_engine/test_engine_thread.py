@@ -239,6 +239,7 @@ async def test_a_model_that_cannot_be_loaded_fails_start() -> None:
 
 async def test_close_ends_steps_and_joins_the_thread() -> None:
     """Also in the middle of work, also twice."""
+    before = {*threading.enumerate()}
     async with started() as bench:
         bench.engine.submit(make_request("a", 200))
         num_outputs = 0
@@ -248,7 +249,7 @@ async def test_close_ends_steps_and_joins_the_thread() -> None:
                 await bench.engine.close()
         assert num_outputs == 3
         await bench.engine.close()
-        assert not any(thread.name == "torch-engine" for thread in threading.enumerate())
+        assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "torch-engine"]
 
 
 async def test_close_wakes_a_reader_that_waits() -> None:

@@ -136,6 +136,6 @@ def test_the_model_is_nearly_the_same_and_takes_half_the_memory(tmp_path: Path):
     embedding = config.vocab_size * config.hidden_size
     float_bytes, int8_bytes = (
         weight_bytes(config, torch.bfloat16),
-        weight_bytes(config, torch.bfloat16, int8_weights=True),
+        weight_bytes(config, torch.bfloat16, bits=8),
     )
     assert float_bytes - int8_bytes == float_bytes // 2 - embedding

@@ -129,6 +129,24 @@ def test_a_damaged_choice_is_measured_again(measured: list[str], tmp_path: Path,
     assert measured
 
 
+@pytest.mark.parametrize(("age_seconds", "is_measured_again"), [(5.0, False), (3600.0, True)])
+def test_a_choice_that_a_busy_machine_made_counts_for_minutes_only(
+    measured: list[str], tmp_path: Path, age_seconds: float, is_measured_again: bool
+):
+    """All trials were too late once, and the shards of that machine computed with the slowest kernels from then on.
+    Those that start at the same time must choose alike all the same."""
+    choice.choose_family("auto", lambda _line: None)
+    [path] = (tmp_path / "kvloom").glob("kernels-*.json")
+    late = ["AVX2 kernels are left out: the trial took more than 30 s"]
+    path.write_text(json.dumps({"family": "generic", "left_out": late}))
+    written_at = path.stat().st_mtime - age_seconds
+    os.utime(path, (written_at, written_at))
+    measured.clear()
+    family = choice.choose_family("auto", lambda _line: None)
+    assert bool(measured) is is_measured_again
+    assert (family is families.GENERIC) is not is_measured_again
+
+
 def test_where_nothing_can_be_kept_every_start_measures(measured: list[str], monkeypatch: pytest.MonkeyPatch):
     """A read-only home must not keep a shard from starting."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")

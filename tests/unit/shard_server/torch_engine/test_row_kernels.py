@@ -86,3 +86,18 @@ def test_rows_of_a_table_are_looked_up(threads):
     task = tasks.task(tasks.LOOK_UP, 5, indices.data_ptr(), table.data_ptr(), 48, out.data_ptr())
     threads.run(tasks.program([task]))
     assert torch.equal(out, table[indices])
+
+
+@pytest.mark.parametrize("columns", [32, 96, 384])
+def test_layer_norms_are_torchs(threads, columns: int):
+    """Encoders have them: of the sum of two arrays, in place in float32, and rounded for the next product."""
+    generator = torch.Generator().manual_seed(1)
+    numbers, others = torch.randn(2, 9, columns, generator=generator).mul(3).add(1).unbind()
+    weight, bias = torch.randn(2, columns, generator=generator).unbind()
+    expected = F.layer_norm(numbers + others, (columns,), weight, bias, 1e-12)
+    out = torch.empty(9, columns, dtype=torch.bfloat16)
+    addresses = (tensor.data_ptr() for tensor in (numbers, others, weight, bias))
+    arguments = *addresses, columns, tasks.float_bits(1e-12), out.data_ptr()
+    threads.run(tasks.program([tasks.task(tasks.LAYER_NORM, 9, *arguments)]))
+    torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(out, numbers.bfloat16())

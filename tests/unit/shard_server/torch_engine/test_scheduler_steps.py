@@ -99,6 +99,15 @@ def test_no_step_takes_much_longer_than_a_second(token_seconds: float, chunk: in
     assert sum(chunks) == 590 + 1
 
 
+def test_a_prompt_behind_cached_tokens_is_computed_before_the_first_request() -> None:
+    """On a GPU its kernels were compiled for the second request of a shard, which waited four seconds."""
+    bench = Bench(num_blocks=256, budget=200)
+    bench.loop.warm_up(199)
+    [last] = bench.runner.batches[-1]
+    assert last.num_computed_tokens >= bench.pool.block_size
+    assert len(last.token_ids) > 1
+
+
 @pytest.mark.parametrize("has_shares", [False, True], ids=["common", "shares"])
 @pytest.mark.parametrize("seed", range(6))
 def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool) -> None:

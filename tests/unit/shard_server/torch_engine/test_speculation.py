@@ -16,7 +16,7 @@ from tests.fakes.fake_model_runner import FakeModelRunner
 from tests.step_bench import Answer, StepBench, same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import BLOCK_SIZE, make_request, various_requests
 
-SPECULATION = SpeculationConfig(max_draft_tokens=6, max_ngram=3)
+SPECULATION = SpeculationConfig(max_draft_tokens=6)
 
 
 class Bench(StepBench):

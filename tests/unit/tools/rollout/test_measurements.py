@@ -7,7 +7,7 @@ import math
 from prometheus_client import CollectorRegistry
 
 from kvloom_common.metrics.exposition import exposition_of, samples_in
-from kvloom_common.process.fast_metrics import CounterFamily, HistogramFamily
+from kvloom_common.metrics.series import CounterFamily, HistogramFamily
 from tools.supervisor.rollout.judge import Counts
 from tools.supervisor.rollout.measurements import REQUESTS, TTFT, Increments, Reading, counts_of, reading_of
 

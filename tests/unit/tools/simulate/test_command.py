@@ -55,7 +55,7 @@ def rows(*arguments: str | Path) -> list[dict[str, Any]]:
 def test_all_policies_and_the_bound_in_json(mooncake: Path):
     """What other programs read: a row for each policy, in seconds and shares; nothing beats the bound's hit rate."""
     found = rows("--trace", mooncake, "--shards", "3", "--policy", "all")
-    assert [row["policy"] for row in found] == [*POLICIES, "bound"]
+    assert [row["policy"] for row in found] == [*POLICIES, "pool", "bound"]
     for row in found:
         assert row.keys() >= FIELDS
         assert 0 <= row["hit_rate"] <= found[-1]["hit_rate"]
@@ -66,9 +66,9 @@ def test_all_policies_and_the_bound_in_json(mooncake: Path):
 
 def test_the_calibration_of_predictions_is_reported(mooncake: Path):
     """Each policy's row says how well the router foresaw what happened; on a fleet that obeys its own model it foresees
-    most. The bound predicts nothing."""
-    ect, bound = rows("--trace", mooncake, "--shards", "3")
-    assert bound["calibration"] == {}
+    most. The bounds predict nothing."""
+    ect, pool, bound = rows("--trace", mooncake, "--shards", "3")
+    assert pool["calibration"] == bound["calibration"] == {}
     assert ect["calibration"].keys() == {"waiting", "prefill", "ttft", "decoding", "end"}
     ttft = ect["calibration"]["ttft"]
     assert 0 < ttft["num_predictions"] <= 108
@@ -95,7 +95,7 @@ def test_several_seeds_in_processes_of_their_own(mooncake: Path):
     arguments = ["--trace", mooncake, "--shards", "2", "--policy", "least_requests", "--seeds", "2", "--json"]
     result = CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "2"])
     assert result.exit_code == 0, result.output
-    (row, _) = json.loads(result.stdout)
+    (row, _, _) = json.loads(result.stdout)
     singles = [rows(*arguments[:-3], "--seed", str(seed))[0]["ttft_mean"] for seed in (0, 1)]
     assert row["ttft_mean"] == pytest.approx(sum(singles) / 2)
     assert row["spread"]["ttft_mean"] == pytest.approx(abs(singles[0] - singles[1]) / 2)
@@ -103,8 +103,10 @@ def test_several_seeds_in_processes_of_their_own(mooncake: Path):
 
 def test_a_closed_loop_has_users(weka: Path):
     """Weka's traces: sessions hit their own prefixes."""
-    ect, bound = rows("--trace", weka, "--users", "3", "--shards", "2")
-    assert ect["requests"] == 18
+    ect, pool, bound = rows("--trace", weka, "--users", "3", "--shards", "2")
+    assert ect["requests"] == pool["requests"] == 18
+    assert ect["ttft_of_pool"] == pytest.approx(ect["ttft_mean"] / pool["ttft_mean"])
+    assert ect["ttft_of_pool"] >= 1
     assert 0.3 < ect["hit_rate"] <= bound["hit_rate"]
 
 
@@ -163,7 +165,11 @@ def test_several_models_have_rows_of_their_own(mooncake: Path):
         assert row["models"]["small"]["ttft_mean"] < row["models"]["big"]["ttft_mean"]
     shown = invoke(*flags, "--policy", "round_robin", "--seeds", "2")
     assert "big: 3 × 70b, small: 1 × 8b" in shown.stdout
-    assert re.search(r"^round_robin .*\n  big .*\n  small .*\nbound .*\n  big", shown.stdout, re.MULTILINE)
+    assert re.search(
+        r"^round_robin .*\n  big .*\n  small .*\npool .*\n  big .*\n  small .*\nbound .*\n  big",
+        shown.stdout,
+        re.MULTILINE,
+    )
     assert invoke(*flags, "--policy", "ect", "--capacity").exit_code == 0
 
 
@@ -183,7 +189,7 @@ def test_a_trace_may_name_the_models(tmp_path: Path):
         by_model = rows("--trace", trace, *load, "--models", "x=1,y=1")[0]["models"]
         assert by_model["x"]["requests"] == pytest.approx(18, abs=2)
         assert by_model["y"]["requests"] == pytest.approx(18, abs=2)
-        (row, _) = rows("--trace", trace, *load, "--shards", "2")
+        (row, _, _) = rows("--trace", trace, *load, "--shards", "2")
         assert "models" not in row
 
 
@@ -260,7 +266,7 @@ def test_wrong_use_is_one_line(mooncake: Path, flags: tuple[str, ...], problem: 
 
 @pytest.mark.parametrize(("num_sequences", "milliseconds"), [(1, 7.4), (32, 8.9), (128, 13.6), (256, 22.0)])
 def test_the_profile_of_an_h100_has_its_measured_steps(num_sequences: int, milliseconds: float):
-    """The figures of docs/performance-gpu.md: planning with it is planning with the machine, not with a data sheet."""
+    """The figures of docs/how-to/gpu.md: planning with it is planning with the machine, not with a data sheet."""
     run = decode_run(load_profile("8b-h100"), num_sequences, 510 * num_sequences, 1.0)
     assert 1000 * run.first_seconds == pytest.approx(milliseconds, rel=0.05)
 

@@ -277,8 +277,8 @@ def test_another_kind_of_file_is_rejected(tmp_path: Path):
 def test_the_first_rows_are_the_recorded_run_and_its_policy(log: Path):
     """Both are always shown first, so that a reader sees how far the model can be trusted."""
     found = rows("--decisions", log, "--policy", "round_robin")
-    assert [row["policy"] for row in found] == ["recorded", "ect", "round_robin", "bound"]
-    assert [row["in_force"] for row in found] == [False, True, False, False]
+    assert [row["policy"] for row in found] == ["recorded", "ect", "round_robin", "pool", "bound"]
+    assert [row["in_force"] for row in found] == [False, True, False, False, False]
     assert all(row.keys() == found[0].keys() for row in found)
     assert (found[0]["router_microseconds"], found[0]["in_flight_imbalance"]) == (None, None)
     assert {row["requests"] for row in found} == {36}

@@ -59,9 +59,28 @@ def _weights(scratch: Any) -> Any:
 
 
 @jit()
+def _add_half_pass(pool: Any, first_value: Any, sums: Any, width: Any, dim: Any, scratch: Any) -> None:
+    """The same for the 32 columns that are left of heads of 32, 96, ... numbers."""
+    tile_load(0, scratch.sums, sums, dim * 4)
+    tile_load(1, scratch.sums, sums + 16, dim * 4)
+    for key in range(0, width, TILE):
+        value = scratch.places[key // TILE] + first_value
+        tile_load(6, scratch.weights, key, CHUNK * 2)
+        tile_load(7, pool, value, 64)
+        tile_dot(0, 6, 7)
+        tile_load(7, pool, value + VALUE_TILE_NUMBERS, 64)
+        tile_dot(1, 6, 7)
+    tile_store(0, scratch.sums, sums, dim * 4)
+    tile_store(1, scratch.sums, sums + 16, dim * 4)
+
+
+@jit()
 def _add_values(pool: Any, first_value: Any, first_sum: Any, _rows: Any, width: Any, dim: Any, scratch: Any) -> None:
     """Add `width` values, times the weights of a tile's rows, to the rows' sums."""
-    for column in range(0, dim, PASS_DIM):
+    whole = dim // PASS_DIM * PASS_DIM
+    if whole < dim:
+        _add_half_pass(pool, first_value + whole * TILE, first_sum + whole, width, dim, scratch)
+    for column in range(0, whole, PASS_DIM):
         sums = first_sum + column
         tile_load(0, scratch.sums, sums, dim * 4)
         tile_load(1, scratch.sums, sums + 16, dim * 4)

@@ -1,4 +1,5 @@
-"""Causal attention over the block-based KV cache: reads blocks in place, for prompts and for decoding.
+"""Attention over the block-based KV cache: reads blocks in place, for prompts, for decoding, and for whole texts each
+of whose tokens sees all others.
 
 Keys and values are stored in the pool in the order in which they are multiplied (`store`): 16 tokens together, with
 pairs of numbers that are multiplied together side by side. A sequence's keys are processed 128 at a time, at fixed
@@ -25,7 +26,7 @@ VALUE_TILE_NUMBERS = 256
 """The number of bf16 values in a tile: 8 pairs of 16 columns"""
 _PAIR = 32
 """The number of bf16 in 16 pairs of a tile."""
-PIECE_SIZE = 6
+PIECE_SIZE = 7
 
 
 class Multiplies(NamedTuple):
@@ -98,23 +99,24 @@ def make_attend_pieces(multiplies: Multiplies) -> Any:
         first_row: Any,
         num_rows: Any,
         position: Any,
+        step: Any,
         chunk: Any,
         window: Any,
         scale: Any,
         shape: Any,
         scratch: Any,
     ) -> None:
-        """Attend with up to 16 rows of one head over one chunk."""
+        """Attend with up to 16 rows of one head over one chunk. `step`: what each row sees more than the one before."""
         dim, group = shape.head_dim, shape.group_size
         rows = min(TILE, num_rows * group - first_row)
-        last_seen = position + (first_row + rows - 1) // group
-        if last_seen < chunk or position + first_row // group - window >= chunk + CHUNK - 1:
+        last_seen = position + step * ((first_row + rows - 1) // group)
+        if last_seen < chunk or position + step * (first_row // group) - window >= chunk + CHUNK - 1:
             return
         width = min(CHUNK, (last_seen - chunk) // TILE * TILE + TILE)
         state = head * _padded_rows(num_rows, shape) + first_row
         score(pool, head * TILE * dim, state * dim, rows, width, dim, scratch)
         for row in range(rows):
-            row_position = position + (first_row + row) // group
+            row_position = position + step * ((first_row + row) // group)
             seen_from = min(width, max(0, row_position + 1 - window - chunk))
             seen_to = max(0, min(width, row_position + 1 - chunk))
             scores = row * CHUNK
@@ -163,20 +165,21 @@ def make_attend_pieces(multiplies: Multiplies) -> Any:
         scratch: Any,
     ) -> None:
         """`pool`: bf16 bits of the KV cache. `tables`: the concatenated block tables. `pieces`: int64 [pieces *
-        PIECE_SIZE]: first row, rows, position of the first, index of its table, first KV head and end. `queries`: bf16
-        bits, rows `query_stride` apart; `out`: of `num_heads * head_dim` numbers each."""
+        PIECE_SIZE]: first row, rows, position of the first, index of its table, first KV head and end, the step from
+        the position of a row to that of the next one: 1, or 0 where all rows see all keys. `queries`: bf16 bits, rows
+        `query_stride` apart; `out`: of `num_heads * head_dim` numbers each."""
         layer_start = layer * shape.block_size * shape.token_size
         configured_rows = 0
         for piece in range(0, pieces.size, PIECE_SIZE):
             first_row, num_rows = pieces[piece], pieces[piece + 1]
             position, table = pieces[piece + 2], pieces[piece + 3]
-            first_head, end_head = pieces[piece + 4], pieces[piece + 5]
+            first_head, end_head, step = pieces[piece + 4], pieces[piece + 5], pieces[piece + 6]
             rows = min(TILE, num_rows * shape.group_size)
             if rows != configured_rows:
                 begin(scratch, rows)
                 configured_rows = rows
             take_queries(queries, first_row, num_rows, query_stride, first_head, end_head, shape, scratch)
-            num_keys = position + num_rows
+            num_keys = position + 1 + step * (num_rows - 1)
             for chunk in range(_first_chunk(position, window), num_keys, CHUNK):
                 for key in range(chunk, min(chunk + CHUNK, num_keys), TILE):
                     scratch.places[(key - chunk) // TILE] = _place(key, table, tables, layer_start, shape)
@@ -189,7 +192,7 @@ def make_attend_pieces(multiplies: Multiplies) -> Any:
                     part, num_parts = head - first_head, end_head - first_head
                     _prefetch(pool, pieces, following, next_chunk, part, num_parts, tables, layer_start, shape)
                     for row in range(0, num_rows * shape.group_size, TILE):
-                        attend_tile(pool, head, row, num_rows, position, chunk, window, scale, shape, scratch)
+                        attend_tile(pool, head, row, num_rows, position, step, chunk, window, scale, shape, scratch)
             give_out(out, first_row, num_rows, first_head, end_head, shape, scratch)
 
     return attend_pieces
@@ -219,7 +222,8 @@ def _prefetch(
     shape: Any,
 ) -> None:
     """Prefetch one of `num_parts` parts of the keys and values of a chunk that a piece sees."""
-    num_keys, table = pieces[piece + 1] + pieces[piece + 2], pieces[piece + 3]
+    num_keys = pieces[piece + 2] + 1 + pieces[piece + 6] * (pieces[piece + 1] - 1)
+    table = pieces[piece + 3]
     first_head, num_heads = pieces[piece + 4], pieces[piece + 5] - pieces[piece + 4]
     size = TILE * shape.head_dim
     num_runs = (min(CHUNK, max(0, num_keys - chunk)) + TILE - 1) // TILE * 2  # of keys, and of values, of 16 tokens

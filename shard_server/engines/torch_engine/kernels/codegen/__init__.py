@@ -7,5 +7,6 @@ tasks.py            programs: lists of tasks for all threads
 barrier.py          how the threads wait for one another
 vector_ops.py       operations on sixteen numbers as LLVM code
 vector_blocks.py    products in vector registers as LLVM code
+group_blocks.py     products with grouped weights as LLVM code
 amx.py              matrix tile instructions as LLVM code
 """

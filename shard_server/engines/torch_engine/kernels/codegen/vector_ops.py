@@ -30,6 +30,9 @@ _LANES = 16
 _I16, _I32, _F32 = (ir.VectorType(scalar, _LANES) for scalar in (ir.IntType(16), ir.IntType(32), ir.FloatType()))
 _EXP2 = (9.9999994e-1, 6.9315308e-1, 2.4015361e-1, 5.5826318e-2, 8.9893397e-3, 1.8775767e-3)
 """A polynomial for 2**x on [0, 1] with a relative error of 1e-6, lowest power first."""
+_ERF_STEP = 0.3275911
+_ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+"""See `_gelu`."""
 
 _Lanes = Any
 
@@ -174,6 +177,8 @@ class RoundingOps(NamedTuple):
     rounded: Any
     rounded_sum: Any
     rounded_gated: Any
+    rounded_gelu: Any
+    layer_norm: Any
     weigh: Any
     exp2: Any
 
@@ -226,6 +231,51 @@ def rounding_ops(*, native: bool) -> RoundingOps:
         return types.void(source, types.int64, types.int64, target, types.int64), generate
 
     @intrinsic
+    def rounded_gelu(_typing: Any, source: Any, first: Any, target: Any, target_first: Any) -> Any:
+        """target[target_first ..] = bf16 of gelu(source[first ..])"""
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            source, first, target, target_first = args
+            numbers = _gelu(builder, _load(context, builder, signature.args[0], source, first, _F32), _exp2)
+            _store(context, builder, signature.args[2], target, target_first, _bf16(builder, numbers))
+            return context.get_dummy_value()
+
+        return types.void(source, types.int64, target, types.int64), generate
+
+    @intrinsic
+    def layer_norm(_typing: Any, numbers: Any, weight: Any, bias: Any, epsilon: Any, out: Any) -> Any:
+        """numbers = (numbers - their mean) / their standard deviation * weight + bias, float32; out = their bf16. The
+        size is a multiple of 32."""
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            numbers, weight, bias, epsilon, out = args
+            own, width = signature.args[0], cgutils.create_struct_proxy(signature.args[0])(context, builder, numbers)
+            width = width.nitems
+
+            def at(index: Any) -> _Lanes:
+                return _load(context, builder, own, numbers, index, _F32)
+
+            size = builder.sitofp(width, _F32.element)
+            mean = _spread(builder, builder.fdiv(_summed(builder, width, at), size))
+
+            def square(index: Any) -> _Lanes:
+                rest = builder.fsub(at(index), mean)
+                return builder.fmul(rest, rest)
+
+            variance = builder.fadd(builder.fdiv(_summed(builder, width, square), size), epsilon)
+            root = call(builder, "llvm.sqrt.v16f32", _spread(builder, variance))
+            factor = builder.fdiv(_floats(1.0), root)
+            with _each(builder, width) as index:
+                scale = builder.fmul(factor, _load(context, builder, signature.args[1], weight, index, _F32))
+                shift = _load(context, builder, signature.args[2], bias, index, _F32)
+                found = multiply_add(builder, builder.fsub(at(index), mean), scale, shift)
+                _store(context, builder, own, numbers, index, found)
+                _store(context, builder, signature.args[4], out, index, _bf16(builder, found))
+            return context.get_dummy_value()
+
+        return types.void(numbers, weight, bias, types.float32, out), generate
+
+    @intrinsic
     def weigh(
         _typing: Any,
         source: Any,
@@ -271,7 +321,7 @@ def rounding_ops(*, native: bool) -> RoundingOps:
 
         return types.float32(types.float32), generate
 
-    return RoundingOps(rounded, rounded_sum, rounded_gated, weigh, exp2)
+    return RoundingOps(rounded, rounded_sum, rounded_gated, rounded_gelu, layer_norm, weigh, exp2)
 
 
 @contextlib.contextmanager
@@ -327,6 +377,32 @@ def _sigmoid(builder: ir.IRBuilder, x: _Lanes, _exp2: Callable[[ir.IRBuilder, _L
     """The sigmoid of finite x."""
     power = _exp2(builder, builder.fmul(x, _floats(-math.log2(math.e))))
     return builder.fdiv(_floats(1.0), builder.fadd(power, _floats(1.0)))
+
+
+def _gelu(builder: ir.IRBuilder, x: _Lanes, _exp2: Callable[[ir.IRBuilder, _Lanes], _Lanes]) -> _Lanes:
+    """x times the normal distribution's probability of less than finite x, by the approximation of erf of Abramowitz
+    and Stegun, 7.1.26: an error of 1e-7."""
+    size = call(builder, "llvm.fabs.v16f32", builder.fmul(x, _floats(math.sqrt(0.5))))
+    t = builder.fdiv(_floats(1.0), multiply_add(builder, size, _floats(_ERF_STEP), _floats(1.0)))
+    series = _floats(_ERF[-1])
+    for factor in reversed(_ERF[:-1]):
+        series = multiply_add(builder, series, t, _floats(factor))
+    power = _exp2(builder, builder.fmul(builder.fmul(size, size), _floats(-math.log2(math.e))))
+    tail = builder.fmul(builder.fmul(builder.fmul(series, t), power), _floats(0.5))
+    share = builder.select(builder.fcmp_ordered("<", x, _floats(0.0)), tail, builder.fsub(_floats(1.0), tail))
+    return builder.fmul(x, share)
+
+
+def _summed(builder: ir.IRBuilder, width: Any, at: Callable[[Any], _Lanes]) -> Any:
+    """The sum of `at(index)` over `width`, a multiple of 32."""
+    sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(2)]
+    for own in sums:
+        builder.store(_floats(0.0), own)  # the function may be inlined into a loop
+    with _each(builder, width, 2 * _LANES) as index:
+        for part, own in enumerate(sums):
+            place = builder.add(index, ir.Constant(index.type, part * _LANES))
+            builder.store(builder.fadd(builder.load(own), at(place)), own)
+    return _sum(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
 
 
 def _native_exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:

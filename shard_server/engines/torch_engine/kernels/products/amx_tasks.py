@@ -26,12 +26,12 @@ from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, op
 
 _SUMS = PANEL * PANEL
 _CONFIGURATION_BYTES = 64
-_SCRATCH_BYTES = 2 * 4 * _SUMS + 2 * _CONFIGURATION_BYTES
+SCRATCH_BYTES = 2 * 4 * _SUMS + 2 * _CONFIGURATION_BYTES
 
 
 def new_amx_scratches(num_threads: int) -> np.ndarray[Any, Any]:
     """uint8: the memory of a tile_matmul.Scratch for each thread"""
-    scratches = aligned_zeros(num_threads * _SCRATCH_BYTES, np.uint8)
+    scratches = aligned_zeros(num_threads * SCRATCH_BYTES, np.uint8)
     for configurations in scratches.reshape(num_threads, -1)[:, 2 * 4 * _SUMS :]:
         configurations.reshape(2, -1)[:] = tile_configuration()
     return scratches
@@ -54,7 +54,7 @@ def multiply_columns(task: Any, part: Any, num_parts: Any) -> None:
         kind,
         carray(bf16_at(other), (num_out,)),
         carray(bf16_at(out), (num_out,)),
-        scratch_at(scratches + part * _SCRATCH_BYTES),
+        scratch_at(scratches + part * SCRATCH_BYTES),
     )
 
 
@@ -78,7 +78,7 @@ def multiply_int8_columns(task: Any, part: Any, num_parts: Any) -> None:
         kind,
         carray(bf16_at(other), (num_out,)),
         carray(bf16_at(out), (num_out,)),
-        scratch_at(scratches + part * _SCRATCH_BYTES),
+        scratch_at(scratches + part * SCRATCH_BYTES),
     )
 
 

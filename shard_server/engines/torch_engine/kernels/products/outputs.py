@@ -11,8 +11,11 @@ from shard_server.engines.torch_engine.kernels.codegen.vector_ops import copied,
 TILE = 16
 PANEL = 32
 """The number of columns that are multiplied at a time: two tiles."""
-ROUNDED, ADDED, GATED, FLOATS = range(4)
-"""The output: bf16; bf16 with `other` added; silu(gate) * up, with columns of both alternating 16 by 16; float32."""
+SCRATCH_FLOATS = PANEL * PANEL + PANEL
+"""The size of a thread's scratch memory for products in vector registers: sums of a block, and zeros."""
+ROUNDED, ADDED, GATED, FLOATS, GELU = range(5)
+"""The output: bf16; bf16 with `other` added; silu(gate) * up, with columns of both alternating 16 by 16; float32;
+bf16 of GELU, which encoders have."""
 
 
 class ProductTasks(NamedTuple):
@@ -24,6 +27,9 @@ class ProductTasks(NamedTuple):
     """Splits the rows of int8 products, if they take digits."""
     multiply_columns: Any
     multiply_int8_columns: Any
+    group_rows: Any
+    """Prepares the rows of products with grouped weights."""
+    multiply_group_columns: Any
 
 
 @jit()
@@ -35,7 +41,12 @@ def no_task(_task: Any, _part: Any, _num_parts: Any) -> None:
 def make_give_out(*, native: bool) -> Any:
     """`give_out` for one kind of CPU; see vector_ops.rounding_ops."""
     ops = rounding_ops(native=native)
-    rounded, rounded_sum, rounded_gated = ops.rounded, ops.rounded_sum, ops.rounded_gated
+    rounded, rounded_sum, rounded_gated, rounded_gelu = (
+        ops.rounded,
+        ops.rounded_sum,
+        ops.rounded_gated,
+        ops.rounded_gelu,
+    )
 
     @jit(variant="native" if native else "portable")
     def give_out(
@@ -55,6 +66,9 @@ def make_give_out(*, native: bool) -> Any:
             elif kind == ROUNDED:
                 rounded(sums, source, out, target)
                 rounded(sums, source + TILE, out, target + TILE)
+            elif kind == GELU:
+                rounded_gelu(sums, source, out, target)
+                rounded_gelu(sums, source + TILE, out, target + TILE)
             else:
                 target += panel * PANEL
                 copied(sums, source, out, target)

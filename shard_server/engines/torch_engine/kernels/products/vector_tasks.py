@@ -10,14 +10,20 @@ from typing import Any
 from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.kernels.codegen.compiled import bf16_at, floats_at, int8_at, jit, words_at
+from shard_server.engines.torch_engine.kernels.codegen.group_blocks import PairProducts, pair_products
 from shard_server.engines.torch_engine.kernels.codegen.tasks import ROWS, share
 from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import Bf16Dots, Bf16Pairs, Registers
 from shard_server.engines.torch_engine.kernels.products import dots
-from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, ProductTasks, no_task, operands, out_size
+from shard_server.engines.torch_engine.kernels.products.groups import make_group_tasks
+from shard_server.engines.torch_engine.kernels.products.outputs import (
+    PANEL,
+    SCRATCH_FLOATS,
+    ProductTasks,
+    no_task,
+    operands,
+    out_size,
+)
 from shard_server.engines.torch_engine.kernels.products.vectors import make_multiply, make_multiply_int8, widen_row
-
-SCRATCH_FLOATS = PANEL * PANEL + PANEL
-"""The size of a thread's scratch memory: sums of a block, and zeros."""
 
 
 def make_float_tasks(registers: Registers) -> ProductTasks:
@@ -61,7 +67,8 @@ def make_float_tasks(registers: Registers) -> ProductTasks:
         )
 
     multiply_columns = _make_multiply_columns(registers, Bf16Pairs())
-    return ProductTasks(widen_rows, no_task, multiply_columns, multiply_int8_columns)
+    groups = make_group_tasks(registers, pair_products(registers), SCRATCH_FLOATS * 4)
+    return ProductTasks(widen_rows, no_task, multiply_columns, multiply_int8_columns, *groups)
 
 
 def make_dot_tasks(registers: Registers) -> ProductTasks:
@@ -116,7 +123,8 @@ def make_dot_tasks(registers: Registers) -> ProductTasks:
         )
 
     multiply_columns = _make_multiply_columns(registers, Bf16Dots())
-    return ProductTasks(pair_rows, split_rows, multiply_columns, multiply_int8_columns)
+    groups = make_group_tasks(registers, PairProducts.ACCUMULATED, SCRATCH_FLOATS * 4)
+    return ProductTasks(pair_rows, split_rows, multiply_columns, multiply_int8_columns, *groups)
 
 
 def _make_multiply_columns(registers: Registers, weights_format: Bf16Pairs | Bf16Dots) -> Any:

@@ -1,0 +1,87 @@
+"""Hides personal data in prompts: the model reads placeholders, and the client gets back what they stand for.
+
+The edge masks messages before they become tokens, so that the text is neither cached nor sent to shards, and keeps what
+the placeholders stand for as long as the answer takes. Whatever it does not mask, the safety service refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from edge_http.answers.answer import EdgeAnswer
+from edge_http.answers.restoring_answer import RestoringAnswer
+from edge_http.edge import Edge
+from edge_http.submission import OnSubmitted, RunAnyAnswer, Submission
+from kvloom.errors import unsupported
+from kvloom.text.chat_message import ChatMessage
+from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom.v1.router_service_pb2 import ModerateRequest
+from kvloom.v1.safety_service_pb2 import MaskWish
+
+NOTHING_HIDDEN: Final[Mapping[str, str]] = {}
+_BETWEEN: Final = "\n\0\n"
+"""Nothing to be hidden begins in one text and ends in the next."""
+
+
+async def masked(
+    edge: Edge,
+    request: web.BaseRequest,
+    messages: Sequence[ChatMessage],
+    guardrails: Sequence[str] | None,
+    conversation: str,
+    sampling: SamplingParams,
+) -> tuple[Sequence[ChatMessage], Mapping[str, str]]:
+    """The messages with placeholders, and what these stand for. Raises KvloomError, also if it is not known what to
+    hide."""
+    texts = [text for message in messages for text in _texts(message)]
+    wish = MaskWish(tenant=edge.callers.caller_of(request), conversation=conversation, guardrails=guardrails)
+    joined = _BETWEEN.join(texts)
+    answer = await edge.link.moderate(ModerateRequest(texts=[joined], mask=wish))
+    [found] = answer.results
+    if not found.masks:
+        return messages, {}
+    if sampling.HasField("logprobs"):
+        message = "logprobs: they would tell the tokens of placeholders, and this request has texts that are hidden."
+        raise unsupported(message, "logprobs")
+    originals: dict[str, str] = {}
+    pieces: list[str] = []
+    end = 0
+    for mask in found.masks:
+        originals[mask.placeholder] = joined[mask.start : mask.end]
+        pieces += (joined[end : mask.start], mask.placeholder)
+        end = mask.end
+    shown = iter("".join((*pieces, joined[end:])).split(_BETWEEN))
+    return [_with_texts(message, [next(shown) for _ in _texts(message)]) for message in messages], originals
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    return [message.content, message.reasoning, *(call.arguments for call in message.tool_calls)]
+
+
+def _with_texts(message: ChatMessage, texts: Sequence[str]) -> ChatMessage:
+    content, reasoning, *arguments = texts
+    calls = tuple(call._replace(arguments=own) for call, own in zip(message.tool_calls, arguments, strict=True))
+    return message._replace(content=content, reasoning=reasoning, tool_calls=calls)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoredRun:
+    """Brings an answer to its end as `inner` does, with the hidden texts in it."""
+
+    inner: RunAnyAnswer
+    originals: Mapping[str, str]
+    prompt_sizes: Sequence[int]
+    n: int
+
+    async def __call__(
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = lambda *_: None
+    ) -> None:
+        for each in submission.requests:
+            if each is not None:
+                edge.resume.keep_here(each.wanted.request_id)  # another edge does not know the texts
+        part = RestoringAnswer(answer, self.originals, self.prompt_sizes, self.n)
+        await self.inner(edge, submission, part, on_submitted)

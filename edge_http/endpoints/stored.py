@@ -1,0 +1,174 @@
+"""Responses that are stored: what comes before their input, how they are kept, and how they are found again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from edge_http.answers.cascade_candidate import CascadeCandidate
+from edge_http.answers.collected_answer import CollectedAnswer
+from edge_http.answers.kept_answer import KeptAnswer
+from edge_http.answers.kept_chat import KeptChat
+from edge_http.answers.shape import formatter_of, parsed_outputs
+from edge_http.answers.streamed_answer import StreamedAnswer
+from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.answering import GenerationJob, check_job_window, generate
+from edge_http.endpoints.background import cancel_background, read_background
+from edge_http.endpoints.keeping import KeptCandidate, KeptRun
+from edge_http.endpoints.ownership import owner_of
+from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.formatting.json_bytes import Json
+from edge_http.formatting.response_formatter import Envelope
+from edge_http.openai.responses.input_items import references_in
+from edge_http.openai.responses.requests import StoredResponsesBody
+from edge_http.orchestrator_link import OrchestratorLink
+from edge_http.submission import RunAnswer, run_submission
+from edge_http.wire.headers import RELAYED
+from kvloom.v1.orchestrator_service_pb2 import KeepResponseRequest, Owner, ReadContextRequest
+from kvloom_common.limits.byte_budget import ByteBudget
+
+
+class StoredInput(msgspec.Struct):
+    """The stored objects that a response has to do with."""
+
+    earlier: list[msgspec.Raw]
+    """The items before its input."""
+    input: str | list[msgspec.Raw]
+    """Its input, with the items to which it refers."""
+    echo: Json
+    """The fields by which the response tells of them."""
+
+
+async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
+    """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT, ORCHESTRATOR_UNAVAILABLE)."""
+    references = references_in(body.input)
+    given: str | list[msgspec.Raw] = body.input
+    earlier: list[msgspec.Raw] = []
+    if references or body.previous_response_id or body.conversation_id:
+        wanted = ReadContextRequest(
+            owner=owner,
+            previous_response_id=body.previous_response_id or "",
+            conversation_id=body.conversation_id,
+            item_ids=list(references.values()),
+        )
+        context = await link.read_context(wanted)
+        earlier = [msgspec.Raw(item) for item in context.items]
+        if references and not isinstance(given, str):
+            given = list(given)
+            for place, item in zip(references, context.referred_items, strict=True):
+                given[place] = msgspec.Raw(item)
+    return StoredInput(earlier, given, state_echo(body))
+
+
+def state_echo(body: StoredResponsesBody) -> Json:
+    """The fields that need state, as the response repeats them."""
+    return {
+        "store": body.is_stored,
+        "previous_response_id": body.previous_response_id,
+        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
+        "background": bool(body.background),
+    }
+
+
+def input_items(stored: StoredInput) -> Sequence[msgspec.Raw]:
+    """The input as items."""
+    given = stored.input
+    return [msgspec.Raw(msgspec.json.encode({"role": "user", "content": given}))] if isinstance(given, str) else given
+
+
+async def keep_response(
+    link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, stored: StoredInput, response: bytes
+) -> None:
+    """Raises KvloomError."""
+    await link.keep_response(
+        KeepResponseRequest(
+            owner=owner,
+            response=response,
+            input_items=map(bytes, input_items(stored)),
+            previous_response_id=body.previous_response_id or "",
+            conversation_id=body.conversation_id,
+        )
+    )
+
+
+async def generate_stored(
+    edge: Edge,
+    request: web.BaseRequest,
+    permit: AdmissionPermit,
+    job: GenerationJob,
+    held: CascadeCandidate | None = None,
+    run: RunAnswer = run_submission,
+) -> web.StreamResponse:
+    """Does what `generate` does for a job whose response may be stored, and may be generated in the background."""
+    if job.begin is not None:
+        check_job_window(edge, job)
+        permit.release()
+        permit.handed_over = True
+        return await job.begin()
+    if job.keep is None or not job.stream:
+        return await generate(edge, request, permit, job, held, run)
+    kept: Callable[..., StreamedAnswer] = KeptAnswer if job.shape.api == "responses" else _kept_chat(edge, job)
+    if job.moderation is not None:  # whose run is stored
+        return await generate(edge, request, permit, job, held, run, kept)
+    if held is not None:
+        candidate: Any = KeptCandidate(held, job.keep)
+        return await generate(edge, request, permit, job, candidate, run, kept)
+    return await generate(edge, request, permit, job, None, KeptRun(run, job.keep), kept)
+
+
+def _kept_chat(edge: Edge, job: GenerationJob) -> Callable[..., StreamedAnswer]:
+    """Returns what makes the stream of a chat completion that is stored."""
+
+    def make_twin(envelope: Envelope) -> CollectedAnswer:
+        formatter = formatter_of(job.shape, envelope, job.model.tokenizer)
+        most = edge.config.max_answer_bytes
+        lease = ByteBudget(2 * most, "a stored answer").lease("")
+        return CollectedAnswer(
+            job.prompt_sizes, job.n, formatter, most, lease, parsed_outputs(job.shape, job.num_choices)
+        )
+
+    return functools.partial(KeptChat, make_twin)
+
+
+def keeping_chat(link: OrchestratorLink, owner: Owner, raw: bytes, metadata: Mapping[str, Any] | None) -> Any:
+    """Returns a function that stores a chat completion with the messages of its body."""
+
+    async def keep(response: bytes) -> None:
+        completion = {**msgspec.json.decode(response, type=dict[str, msgspec.Raw]), "metadata": metadata or {}}
+        messages = msgspec.json.decode(raw, type=_Messages).messages
+        await link.keep_response(
+            KeepResponseRequest(owner=owner, response=msgspec.json.encode(completion), input_items=map(bytes, messages))
+        )
+
+    return keep
+
+
+class _Messages(msgspec.Struct):
+    messages: list[msgspec.Raw]
+
+
+def keeping(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, stored: StoredInput) -> Any:
+    """Returns a function that stores the response; None: it is not to be stored."""
+    return functools.partial(keep_response, link, owner, body, stored) if body.is_stored else None
+
+
+async def get_response(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve GET /v1/responses/{id} and GET /v1/chat/completions/{id}: what is stored, or the rest of a stream."""
+    path, _, object_id = request.path.rpartition("/")
+    if edge.orchestrator is None or RELAYED in request.headers:
+        return await resume_stream(edge, request)
+    if request.query.get("stream", "").lower() == "true":
+        background = await read_background(edge, request, object_id) if path == "/v1/responses" else None
+        return await resume_stream(edge, request) if background is None else background
+    operation = "getResponse" if path == "/v1/responses" else "getChatCompletion"
+    answer = await edge.orchestrator.operate(owner_of(edge, request), operation, [object_id])
+    return web.Response(body=answer, content_type="application/json")
+
+
+async def cancel_stored(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/responses/{id}/cancel: of a background response, or of a resumable stream."""
+    return await cancel_background(edge, request) or await cancel_response(edge, request)

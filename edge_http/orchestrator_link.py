@@ -1,0 +1,145 @@
+"""OrchestratorLink asks the orchestrator for stored objects. Requests that neither name nor make any never wait for
+it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Final
+
+import grpc.aio
+
+from kvloom.errors import KvloomError
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.grpc_errors import error_from_peer
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.orchestrator_service_pb2 import (
+    BeginResponseRequest,
+    KeepResponseRequest,
+    OperateRequest,
+    Owner,
+    ReadContextRequest,
+    ReadContextResponse,
+    ReadEventsRequest,
+    ReadFileRequest,
+    ReadFileResponse,
+    WriteFileRequest,
+)
+from kvloom.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.addresses import join_address
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.trust.fabric_trust import FabricTrust
+
+ROLE: Final = "orchestrator"
+CALL_SECONDS: Final = 15.0
+"""A time limit for calls."""
+
+
+class OrchestratorLink:
+    """`watch` must run while requests are served."""
+
+    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust) -> None:
+        settings = config.orchestrator
+        host = fabric_host(config, settings.host) if is_loopback(settings.host) else settings.host
+        configured = join_address(host, settings.port) if settings.port else ""
+        self._finder = ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
+        self._trust = trust
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def watch(self) -> None:
+        try:
+            await self._finder.run()
+            await asyncio.Event().wait()  # without a registry there is nothing to find
+        finally:
+            for channel in self._channels.values():
+                await channel.close()
+
+    async def operate(
+        self,
+        owner: Owner,
+        operation: str,
+        ids: Sequence[str],
+        query: Mapping[str, str] | None = None,
+        body: bytes = b"",
+    ) -> bytes:
+        """The JSON of the answer. Raises KvloomError."""
+        wanted = OperateRequest(owner=owner, operation=operation, ids=ids, query=query or {}, body=body)
+        async with self._asking() as stub:
+            return (await stub.Operate(wanted, timeout=CALL_SECONDS)).body
+
+    async def read_context(self, request: ReadContextRequest) -> ReadContextResponse:
+        """Raises KvloomError."""
+        async with self._asking() as stub:
+            return await stub.ReadContext(request, timeout=CALL_SECONDS)
+
+    async def keep_response(self, request: KeepResponseRequest) -> None:
+        """Raises KvloomError."""
+        async with self._asking() as stub:
+            await stub.KeepResponse(request, timeout=CALL_SECONDS)
+
+    async def begin_response(self, request: BeginResponseRequest) -> None:
+        """Raises KvloomError."""
+        async with self._asking() as stub:
+            await stub.BeginResponse(request, timeout=CALL_SECONDS)
+
+    async def read_events(self, owner: Owner, response_id: str, num_known: int) -> AsyncGenerator[Sequence[bytes]]:
+        """The events of a background response after the first `num_known`, as they come. The first piece is empty.
+        Raises KvloomError."""
+        async with self._asking() as stub:
+            wanted = ReadEventsRequest(owner=owner, response_id=response_id, num_known=num_known)
+            async for response in stub.ReadEvents(wanted):
+                yield response.events
+
+    async def write_file(self, requests: AsyncIterator[WriteFileRequest]) -> bytes:
+        """The JSON of the file. Raises KvloomError, also one that `requests` raises."""
+        failure: list[KvloomError] = []
+
+        async def sent() -> AsyncIterator[WriteFileRequest]:
+            try:
+                async for request in requests:
+                    yield request
+            except KvloomError as error:  # the upload ends without its last message, which stores nothing
+                failure.append(error)
+
+        async with self._asking() as stub:
+            try:
+                async for response in stub.WriteFile(sent()):
+                    return response.body
+            except grpc.aio.AioRpcError:
+                if not failure:
+                    raise
+        raise failure[0] if failure else unavailable()
+
+    async def read_file(self, owner: Owner, file_id: str) -> AsyncIterator[ReadFileResponse]:
+        """The file, then its pieces. Raises KvloomError."""
+        async with self._asking() as stub:
+            async for response in stub.ReadFile(ReadFileRequest(owner=owner, file_id=file_id)):
+                yield response
+
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[OrchestratorServiceStub]:
+        """For one call within the context. Raises the KvloomError that it ends with."""
+        await self._finder.found.wait()
+        address = next(iter(self._finder.candidates()), "")
+        if not address:
+            raise unavailable()
+        if address not in self._channels:
+            self._channels[address] = self._trust.open_channel(address, ROLE, options=CHANNEL_OPTIONS)
+        try:
+            yield OrchestratorServiceStub(self._channels[address])
+        except grpc.aio.AioRpcError as error:
+            raise error_from_peer(error) or unavailable() from error
+        except grpc.aio.UsageError as error:  # this edge stops
+            raise unavailable() from error
+
+
+def unavailable() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_ORCHESTRATOR_UNAVAILABLE,
+        "The orchestrator, which stores responses and the like, cannot be reached at the moment.",
+        retry_after_seconds=1.0,
+    )

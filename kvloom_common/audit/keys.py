@@ -1,0 +1,80 @@
+"""The keys with which excerpts are encrypted: one for each tenant and day, in a file of its own. Removing keys forgets
+what they have encrypted, so that the log itself never changes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvloom_common.private_file import make_private_folder, open_private_file, write_once
+
+_KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+_NAME_CHARS: Final = 32
+_SUFFIX: Final = ".key"
+
+
+class AuditKeys:
+    """The keys in one directory, which only this user can read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def seal(self, text: str, tenant: str, day: datetime.date) -> str:
+        """Encrypt a text with the key of its tenant and day, which is made if there is none. Raises OSError."""
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = AESGCM(self._made_or_read(self._path(tenant, day))).encrypt(nonce, text.encode(), _about(tenant, day))
+        return base64.b64encode(nonce + sealed).decode()
+
+    def open(self, sealed: str, tenant: str, day: datetime.date) -> str | None:
+        """Return the text; None if its key is gone, or is not the one. Raises OSError."""
+        try:
+            key, raw = self._path(tenant, day).read_bytes(), base64.b64decode(sealed, validate=True)
+            opened = AESGCM(key).decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], _about(tenant, day))
+        except (FileNotFoundError, InvalidTag, ValueError):
+            return None
+        return opened.decode(errors="replace")
+
+    def erase(self, tenant: str) -> int:
+        """Destroy all keys of a tenant. Returns how many there were. Raises OSError."""
+        return sum(map(_removed, self._directory.glob(f"{_name(tenant)}-*{_SUFFIX}")))
+
+    def expire(self, before: datetime.date) -> int:
+        """Destroy the keys of the days before this one. Returns how many there were. Raises OSError."""
+        old = [path for path in self._directory.glob(f"*-*{_SUFFIX}") if path.stem[_NAME_CHARS + 1 :] < str(before)]
+        return sum(map(_removed, old))
+
+    def _path(self, tenant: str, day: datetime.date) -> Path:
+        return self._directory / f"{_name(tenant)}-{day}{_SUFFIX}"
+
+    def _made_or_read(self, path: Path) -> bytes:
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+        make_private_folder(self._directory)
+        write_once(path, os.urandom(_KEY_BYTES))  # or another service's, which was faster
+        return path.read_bytes()
+
+
+def _removed(path: Path) -> int:
+    """Overwrites the key first, as far as the file system does that in place."""
+    with contextlib.suppress(FileNotFoundError):
+        with os.fdopen(open_private_file(path, os.O_WRONLY), "wb") as file:
+            file.write(bytes(_KEY_BYTES))
+        path.unlink()
+    return 1
+
+
+def _name(tenant: str) -> str:
+    return hashlib.sha256(tenant.encode("utf-8", "surrogateescape")).hexdigest()[:_NAME_CHARS]
+
+
+def _about(tenant: str, day: datetime.date) -> bytes:
+    return f"{tenant}\0{day}".encode("utf-8", "surrogateescape")

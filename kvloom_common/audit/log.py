@@ -1,0 +1,134 @@
+"""The records of the audit log: JSON lines, each of which holds the hash of the line before it.
+
+A line that was changed, removed or put in between breaks the chain at the next one. Lines that are missing at the end,
+or a file that is missing as a whole, are noticed by comparing with the heads that `kvloom audit verify` has printed
+before. Every service process writes a file of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from kvloom_common.audit.keys import AuditKeys
+from kvloom_common.private_file import make_private_folder, open_private_file
+
+KEYS: Final = "keys"
+"""The directory of the keys, within that of the log."""
+FIRST: Final = "0" * 64
+"""The hash before the first record of a file."""
+Event = Literal["blocked", "flagged", "erased", "reversed"]
+
+
+class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One line."""
+
+    number: int
+    """The number within the file, from 1 on."""
+    at: float
+    """Seconds since 1970."""
+    event: Event
+    before: str
+    """The hash of the line before it."""
+    target: str = ""
+    """Says if a prompt or an answer was judged."""
+    rule: str = ""
+    policy: str = ""
+    """The revision of the policy."""
+    tenant: str = ""
+    safety_identifier: str = ""
+    request_id: str = ""
+    excerpt: str = ""
+    """The passage with the text around it, encrypted; "" if there is none."""
+    reason: str = ""
+    """The reason why a decision was reversed, whose record this one names."""
+    about: str = ""
+    """The hash of the record that was reversed."""
+
+    @property
+    def day(self) -> datetime.date:
+        return datetime.datetime.fromtimestamp(self.at, datetime.UTC).date()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditLine:
+    """A record that was read, and its hash."""
+
+    path: Path
+    record: AuditRecord
+    hash: str
+
+
+class BrokenChainError(Exception):
+    """A file was changed. The message names the file and the line."""
+
+
+def hash_of(line: bytes) -> str:
+    """Return the hash of a line without its end."""
+    return hashlib.sha256(line).hexdigest()
+
+
+class AuditLog:
+    """One file that is being written. Records are written before the verdict is sent."""
+
+    def __init__(self, directory: Path, name: str, retention_days: int = 0) -> None:
+        """`name` is the process's. `retention_days`: keys of excerpts that are older are destroyed; 0: none are. Raises
+        OSError."""
+        make_private_folder(directory)
+        self.keys = AuditKeys(directory / KEYS)
+        self._retention_days = retention_days
+        self._expired_on: datetime.date | None = None
+        path = directory / f"{name}-{time.time_ns()}-{os.getpid()}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._file = os.fdopen(open_private_file(path, flags), "ab", buffering=0)
+        self._number = 0
+        self._before = FIRST
+
+    def close(self) -> None:
+        self._file.close()
+
+    def append(self, event: Event, excerpt: str = "", **fields: str) -> str:
+        """Write a record, whose other fields are those of AuditRecord, and return its hash. Raises OSError."""
+        now = time.time()
+        record = AuditRecord(self._number + 1, now, event, self._before, **fields)
+        if excerpt:
+            sealed = self.keys.seal(excerpt, record.tenant, record.day)
+            record = msgspec.structs.replace(record, excerpt=sealed)
+        line = msgspec.json.encode(record)
+        self._file.write(line + b"\n")
+        self._number, self._before = record.number, hash_of(line)
+        if self._retention_days and self._expired_on != record.day:
+            self._expired_on = record.day
+            self.keys.expire(record.day - datetime.timedelta(days=self._retention_days))
+        return self._before
+
+
+def read_log(directory: Path) -> Iterator[AuditLine]:
+    """Read all files, verifying them. Raises BrokenChainError, OSError."""
+    for path in sorted(directory.glob("*.jsonl")):
+        before, number = FIRST, 0
+        with path.open("rb") as file:
+            for raw in file:
+                number += 1
+                line = raw.removesuffix(b"\n")
+                try:
+                    record = msgspec.json.decode(line, type=AuditRecord)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise BrokenChainError(f"{path}, line {number}: {error}") from error
+                if (record.before, record.number) != (before, number):
+                    raise BrokenChainError(f"{path}, line {number}: it does not follow on the line before it")
+                before = hash_of(line)
+                yield AuditLine(path, record, before)
+
+
+def heads(lines: Sequence[AuditLine]) -> dict[str, tuple[int, str]]:
+    """By file, the number of its records and the last hash."""
+    return {line.path.name: (line.record.number, line.hash) for line in lines}

@@ -1,0 +1,39 @@
+"""The configuration of what the fabric stores for its callers: responses, conversations, files and batches."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvloom_common.config.section import AT_START, DatabaseUrl, Flag, Port, PositiveInt, Section
+
+
+class OrchestratorConfig(Section):
+    """The orchestrator: stored responses, conversations, files and batches (docs/how-to/stored-state.md)."""
+
+    enabled: Annotated[
+        bool,
+        AT_START,
+        Flag("orchestrator", "Store responses, conversations, files and batches (docs/how-to/stored-state.md)."),
+    ] = False
+    """True starts an orchestrator. Responses are then stored unless a request says `store: false`."""
+    host: Annotated[str, AT_START] = "127.0.0.1"
+    port: Annotated[Port, AT_START] = 0
+    """Where it listens for the processes of its fabric. 0: the system picks the port."""
+    database_url: DatabaseUrl = ""
+    """"postgresql://USER@HOST/NAME", or "sqlite:///PATH". Empty: a SQLite file in the data directory."""
+    files_url: str = ""
+    """Where the contents of files are: "s3://BUCKET/PREFIX", with the credentials of the environment. Empty: the data
+    directory."""
+    max_file_bytes: PositiveInt = 512 * 2**20
+    max_files: PositiveInt = 10_000
+    """How large a file may be, and how many a tenant may have."""
+    batch_concurrency: PositiveInt = 16
+    """How many lines of a batch are answered at a time."""
+    max_background: PositiveInt = 1000
+    """How many background responses of a tenant may be queued or in progress."""
+    response_days: Annotated[int, Meta(ge=1, le=36_500)] = 30
+    """How long responses and chat completions are kept that no conversation has."""
+    max_items: PositiveInt = 10_000
+    """How many items a conversation may have, and how many the responses before another one together."""

@@ -1,0 +1,195 @@
+"""Stored responses: their context, and how they are kept, found and deleted."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.orchestrator_service_pb2 import (
+    BeginResponseRequest,
+    KeepResponseRequest,
+    ReadContextRequest,
+    ReadContextResponse,
+)
+from orchestrator.api import chat_completions, conversations
+from orchestrator.api.call import OperationCall, operation
+from orchestrator.background import rows
+from orchestrator.database.schema import jobs, runs
+from orchestrator.database.schema import objects as table
+from orchestrator.store import items, objects
+from orchestrator.store.objects import StoredObject
+from orchestrator.store.pages import as_list, page_of
+
+KIND: Final = "response"
+_PREVIOUS: Final = "previous_response_id"
+
+
+async def read_context(call: OperationCall, request: ReadContextRequest) -> ReadContextResponse:
+    """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT)."""
+    async with call.database.reading() as connection:
+        parents: Sequence[str] = ()
+        if request.conversation_id:
+            await objects.get(
+                connection, call.tenant, conversations.KIND, request.conversation_id, call.now, "conversation"
+            )
+            parents = (request.conversation_id,)
+        elif request.previous_response_id:
+            parents = await _lineage(connection, call, request.previous_response_id, _PREVIOUS)
+        found = [body for parent in parents for body in await items.of_parent(connection, parent)]
+        if len(found) > call.settings.max_items:
+            field = "conversation" if request.conversation_id else _PREVIOUS
+            most = call.settings.max_items
+            raise invalid_argument(f"{field}: there are more than {most} items (orchestrator.max_items).", field)
+        referred = await items.of_ids(connection, call.tenant, list(request.item_ids))
+    for item_id in request.item_ids:
+        if item_id not in referred:
+            message = f"There is no item {item_id[:128]!r}."
+            raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field="input")
+    return ReadContextResponse(items=found, referred_items=[referred[item_id] for item_id in request.item_ids])
+
+
+async def keep(call: OperationCall, request: KeepResponseRequest) -> None:
+    """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT)."""
+    response = msgspec.json.decode(request.response, type=dict[str, Any])
+    if response["object"] == "chat.completion":
+        await chat_completions.keep(call, request, response)
+        return
+    output = response.pop("output")
+    given = [items.normalised(msgspec.json.decode(raw)) for raw in request.input_items]
+    new = [*given, *output]
+    async with call.database.writing() as connection:
+        conversation = None
+        if request.conversation_id:
+            conversation = await objects.get(
+                *(connection, call.tenant, conversations.KIND, request.conversation_id, call.now, "conversation"),
+                for_update=True,
+            )
+        one = StoredObject(response["id"], call.now, call.expires_at, request.previous_response_id, "", response)
+        if not await objects.add(connection, call.tenant, KIND, one):
+            return  # it is a repetition
+        await items.append(connection, call.tenant, one.id, new, num_output=len(output))
+        if conversation is not None:
+            await conversations.append(connection, call, conversation.id, new, num_output=len(output))
+
+
+async def begin(call: OperationCall, request: BeginResponseRequest) -> None:
+    """Raises KvloomError (NOT_FOUND, QUEUE_FULL)."""
+    kept = request.kept
+    response = msgspec.json.decode(kept.response, type=dict[str, Any])
+    del response["output"]
+    given = [items.normalised(msgspec.json.decode(raw)) for raw in kept.input_items]
+    async with call.database.writing() as connection:
+        if kept.conversation_id:
+            await objects.get(
+                connection, call.tenant, conversations.KIND, kept.conversation_id, call.now, "conversation"
+            )
+        await _check_queue(connection, call)
+        one = StoredObject(response["id"], call.now, call.expires_at, kept.previous_response_id, "", response)
+        if not await objects.add(connection, call.tenant, KIND, one):
+            return  # it is a repetition
+        await items.append(connection, call.tenant, one.id, given)
+        run = {
+            "response": one.id,
+            "body": request.body,
+            "seed": secrets.randbits(63),
+            "priority_class": request.priority_class,
+            "conversation": kept.conversation_id,
+            "num_sent": 0,
+            "sent_digest": b"",
+        }
+        await connection.execute(runs.insert().values(run))
+        job = {"id": one.id, "tenant": call.tenant, "key_id": call.key_id, "created_at": call.now, "kind": KIND}
+        await connection.execute(jobs.insert().values(**job, holder="", held_until=0.0))
+
+
+async def _check_queue(connection: AsyncConnection, call: OperationCall) -> None:
+    wanted = sa.select(sa.func.count()).where(jobs.c.tenant == call.tenant, jobs.c.kind == KIND)
+    if (await connection.scalar(wanted) or 0) >= call.settings.max_background:
+        message = f"{call.settings.max_background} background responses run already (orchestrator.max_background)."
+        raise KvloomError(ErrorReason.ERROR_REASON_QUEUE_FULL, message, retry_after_seconds=1.0)
+
+
+async def check_has_events(call: OperationCall) -> None:
+    """Raises KvloomError (NOT_FOUND)."""
+    async with call.database.reading() as connection:
+        if not (await _found(connection, call)).body.get("background"):
+            raise objects.not_found(KIND, call.ids[0])
+
+
+async def stored_events(call: OperationCall) -> tuple[list[bytes], bool]:
+    """The events of a background response that has ended, and True if no more can come."""
+    async with call.database.reading() as connection:
+        events = await rows.read_events(connection, call.ids[0])
+        one = await objects.find(connection, call.tenant, KIND, call.ids[0], call.now)
+        is_over = events is not None or one is None or one.body["status"] not in rows.OPEN
+    return events or [], is_over
+
+
+@operation("cancelResponse")
+async def cancel(call: OperationCall) -> Any:
+    async with call.database.writing() as connection:
+        one = await objects.get(connection, call.tenant, KIND, call.ids[0], call.now, for_update=True)
+        if not one.body.get("background"):
+            message = "Only responses with background: true can be cancelled."
+            raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message)
+        if one.body["status"] in rows.OPEN:
+            one = one._replace(body={**one.body, "status": "cancelled"})
+            await objects.change(connection, one.id, one.body)
+        output = await items.of_parent(connection, one.id, is_output=True)
+    return {**one.body, "output": [msgspec.Raw(body) for body in output]}
+
+
+@operation("getResponse")
+async def get(call: OperationCall) -> Any:
+    async with call.database.reading() as connection:
+        one = await _found(connection, call)
+        output = await items.of_parent(connection, one.id, is_output=True)
+    return {**one.body, "output": [msgspec.Raw(body) for body in output]}
+
+
+@operation("deleteResponse")
+async def delete(call: OperationCall) -> Any:
+    async with call.database.writing() as connection:
+        one = await _found(connection, call)
+        await objects.delete(connection, [one.id])
+    return {"id": one.id, "object": "response.deleted", "deleted": True}
+
+
+@operation("listInputItems")
+async def list_input_items(call: OperationCall) -> Any:
+    page = page_of(call.query)
+    async with call.database.reading() as connection:
+        one = await _found(connection, call)
+        parents = await _lineage(connection, call, one.id, "") if one.parent else [one.id]
+        data, has_more = await items.listed(connection, parents, page, only_input_of=one.id)
+    return as_list(data, has_more=has_more)
+
+
+async def _found(connection: AsyncConnection, call: OperationCall) -> StoredObject:
+    return await objects.get(connection, call.tenant, KIND, call.ids[0], call.now)
+
+
+async def _lineage(connection: AsyncConnection, call: OperationCall, response_id: str, field: str) -> list[str]:
+    """The ids of a response and of those before it, the earliest first. Raises KvloomError (NOT_FOUND) if there is one
+    that is not there any more: without it, the model would answer something else."""
+    is_own = sa.and_(table.c.tenant == call.tenant, table.c.kind == KIND, table.c.expires_at > call.now)
+    first = sa.select(table.c.id, table.c.parent, sa.literal(0).label("depth")).where(table.c.id == response_id, is_own)
+    chain = first.cte("chain", recursive=True)
+    before = sa.select(table.c.id, table.c.parent, chain.c.depth + 1).where(
+        table.c.id == chain.c.parent, is_own, chain.c.depth < call.settings.max_items
+    )
+    chain = chain.union_all(before)
+    rows = (await connection.execute(sa.select(chain.c.id, chain.c.parent).order_by(chain.c.depth.desc()))).all()
+    if not rows:
+        raise objects.not_found(KIND, response_id, field)
+    if rows[0].parent:
+        message = f"A response before {response_id[:128]!r} was deleted or has expired."
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
+    return [row.id for row in rows]

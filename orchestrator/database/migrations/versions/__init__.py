@@ -1,0 +1,6 @@
+"""The steps, in their order.
+
+r0001_objects.py  stored objects, and their items
+r0002_batches.py  batches: who works at them, and their lines
+r0003_background.py  background responses: what they are generated from, and their events
+"""

@@ -1,0 +1,92 @@
+"""The tables of stored objects. Times are seconds since 1970; JSON is stored as its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+
+MIGRATIONS: Final = Path(__file__).parent / "migrations"
+
+metadata = sa.MetaData()
+
+# Responses, conversations and all other objects that a caller may list or name. `body` is the object's JSON without
+# what other tables have. `parent`: of a response, the one before it. `label`: what lists filter by.
+objects = sa.Table(
+    "objects",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, index=True),
+    sa.Column("parent", sa.Text, nullable=False, server_default=""),
+    sa.Column("label", sa.Text, nullable=False, server_default=""),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_objects_list", "tenant", "kind", "created_at", "id"),
+)
+
+# The items of a conversation, and the input and the output of a response, in order.
+items = sa.Table(
+    "items",
+    metadata,
+    sa.Column("parent", sa.Text, primary_key=True),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("id", sa.Text, nullable=False),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("is_output", sa.Boolean, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_items_id", "tenant", "id"),
+)
+
+# The work that one orchestrator at a time does: `holder`, until `held_until`. The id is that of a batch or of a
+# background response, as `kind` says. When it is over, the row is deleted.
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("key_id", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("holder", sa.Text, nullable=False),
+    sa.Column("held_until", sa.Double, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False, server_default="batch"),
+)
+
+# What a background response that has not ended is generated from: the body of its request, and the seed. Its first
+# `num_sent` events, whose digest is `sent_digest`, may have been sent to a client.
+runs = sa.Table(
+    "runs",
+    metadata,
+    sa.Column("response", sa.Text, primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("seed", sa.BigInteger, nullable=False),
+    sa.Column("priority_class", sa.Text, nullable=False),
+    sa.Column("conversation", sa.Text, nullable=False),
+    sa.Column("num_sent", sa.BigInteger, nullable=False),
+    sa.Column("sent_digest", sa.LargeBinary, nullable=False),
+)
+
+# The events of a background response that has ended, compressed.
+response_events = sa.Table(
+    "response_events",
+    metadata,
+    sa.Column("response", sa.Text, primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+)
+
+# The lines of batches that are not over: where they are in the input file, and how they have ended. `state`: "open",
+# "completed" or "failed". `result`: the line of the output or of the error file.
+batch_lines = sa.Table(
+    "batch_lines",
+    metadata,
+    sa.Column("batch", sa.Text, primary_key=True),
+    sa.Column("line", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("custom_id", sa.Text, nullable=False),
+    sa.Column("offset", sa.BigInteger, nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("result", sa.LargeBinary),
+    sa.Index("ix_batch_lines_state", "batch", "state", "line"),
+)

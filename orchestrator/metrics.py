@@ -1,0 +1,27 @@
+"""The metrics of the orchestrator."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import REGISTRY
+
+from kvloom_common.metrics.table import MetricTable
+
+TABLE: Final = MetricTable("orchestrator")
+CALLS: Final = TABLE.counter(
+    "kvloom_orchestrator_calls",
+    "calls",
+    "Calls of edges, by operation and the error's reason, which is empty for a success.",
+    "operation",
+    "reason",
+).family(REGISTRY)
+BATCH_LINES: Final = TABLE.counter(
+    "kvloom_orchestrator_batch_lines", "lines", "Lines of batches that have ended, by how they have.", "state"
+).family(REGISTRY)
+BACKGROUND_ENDED: Final = TABLE.counter(
+    "kvloom_orchestrator_background_responses", "responses", "Background responses that have ended, by how.", "status"
+).family(REGISTRY)
+EXPIRED: Final = TABLE.counter(
+    "kvloom_orchestrator_expired", "objects", "Objects that were deleted because they had expired."
+).series(REGISTRY)

@@ -1,0 +1,39 @@
+"""The kinds of jobs that an orchestrator does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvloom_common.config import OrchestratorConfig
+from kvloom_common.database.database import Database
+from orchestrator.background.log import ResponseLogs
+from orchestrator.background.run import MAX_RUNS, ResponseRun
+from orchestrator.batches.batch import BatchWork
+from orchestrator.files.contents import FileContents
+from orchestrator.jobs.edges import Edges
+from orchestrator.jobs.runner import Clock, JobKind
+
+MAX_BATCHES: Final = 8
+"""That one process works at."""
+
+
+def job_kinds(
+    settings: OrchestratorConfig,
+    database: Database,
+    contents: FileContents,
+    edges: Edges,
+    logs: ResponseLogs,
+    name: str,
+    clock: Clock = time.time,
+) -> Mapping[str, JobKind]:
+    """`name`: this process's. `logs` get the events of the background responses at which it works."""
+
+    def batch(job: Any) -> BatchWork:
+        return BatchWork(database, contents, edges, job, settings.batch_concurrency, clock)
+
+    def response(job: Any) -> ResponseRun:
+        return ResponseRun(database, edges, logs, name, job)
+
+    return {"batch": JobKind(batch, MAX_BATCHES), "response": JobKind(response, MAX_RUNS)}

@@ -1,0 +1,112 @@
+"""The server of the orchestrator, from its start to its drain."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+
+from kvloom.v1 import orchestrator_service_pb2, orchestrator_service_pb2_grpc
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.backend import serve_announced
+from kvloom_common.config import KvloomConfig
+from kvloom_common.database.database import Database
+from kvloom_common.database.opening import opened
+from kvloom_common.database.url import database_url
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
+from kvloom_common.process.service import (
+    SERVER_OPTIONS,
+    StartError,
+    bind,
+    set_serving,
+    sharing_port,
+    stop_event,
+)
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.transport.standard_services import add_health_and_reflection
+from kvloom_common.trust.fabric_trust import FabricTrust
+from orchestrator.background.log import ResponseLogs
+from orchestrator.database.schema import MIGRATIONS
+from orchestrator.files.contents import FileContents
+from orchestrator.jobs.edges import Edges
+from orchestrator.jobs.runner import JobRunner
+from orchestrator.service.job_kinds import job_kinds
+from orchestrator.service.servicer import OrchestratorServicer
+from orchestrator.store.expiry import keep_deleting
+
+log = structlog.get_logger()
+
+FILE_NAME: Final = "orchestrator.db"
+SERVICE_NAMES: Final = [orchestrator_service_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name]
+STOP_GRACE_SECONDS: Final = 2.0
+"""For calls that run when the process is to stop."""
+MAX_CONCURRENT_RPCS: Final = 1024
+
+
+async def serve(
+    config: KvloomConfig,
+    port: int,
+    metrics: MetricsExporter | NoMetrics,
+    trust: FabricTrust,
+    *,
+    shares_port: bool = False,
+    name: str = "orchestrator",
+) -> None:
+    """Serve until SIGTERM. With `shares_port`, the supervisor holds the port, too. Raises StartError, ConfigError."""
+    host = fabric_host(config, config.orchestrator.host)
+    if not trust.has_secret and not is_loopback(host):
+        raise StartError(
+            f"the orchestrator trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)"
+        )
+    stopping = stop_event()
+    url = database_url(config.orchestrator.database_url, "orchestrator.database_url", Path(config.data_dir) / FILE_NAME)
+    # A task that fails ends the process, which is started again.
+    async with opened(url, MIGRATIONS) as database, asyncio.TaskGroup() as tasks:
+        contents = FileContents(config.orchestrator, Path(config.data_dir))
+        owned = [tasks.create_task(keep_deleting(database, contents), name="expiry")]
+        edges, logs = Edges(config, name, trust), ResponseLogs()
+        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, name)
+        runner = JobRunner(database, kinds, name)
+        if trust.has_secret:  # without it, an edge does not know an orchestrator
+            owned.append(tasks.create_task(edges.watch(), name="edges"))
+            owned.append(tasks.create_task(runner.run(), name="jobs"))
+        servicer = OrchestratorServicer(database, config.orchestrator, contents, logs, runner.wake)
+        try:
+            options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
+            server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+            address = bind(server, host, port, trust.add_port)
+            await _serve(config, server, address, metrics, trust, name, servicer, database, stopping)
+        finally:
+            for task in owned:
+                task.cancel()
+
+
+async def _serve(
+    config: KvloomConfig,
+    server: grpc.aio.Server,
+    address: str,
+    metrics: MetricsExporter | NoMetrics,
+    trust: FabricTrust,
+    name: str,
+    servicer: OrchestratorServicer,
+    database: Database,
+    stopping: asyncio.Event,
+) -> None:
+    orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(
+        servicer, CheckedServer(server, trust.may_call)
+    )
+    health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
+    await server.start()
+    await set_serving(health, SERVICE_NAMES, serving=True)
+    log.info("orchestrator_started", address=address, database=database.engine.dialect.name)
+    try:
+        await serve_announced(config, "orchestrator", name, address, metrics, trust, stopping)
+    except StartError:
+        await server.stop(None)
+        raise
+    await set_serving(health, SERVICE_NAMES, serving=False)
+    await server.stop(STOP_GRACE_SECONDS)

@@ -1,0 +1,7 @@
+"""Objects and items as rows, whatever their kind. All that reads or changes them asks whose they are.
+
+objects.py  objects: add, find, list, change and delete
+items.py    the items of conversations and responses
+pages.py    which part of a list a query wants
+expiry.py   deletes what has expired
+"""

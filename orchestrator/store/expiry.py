@@ -1,0 +1,71 @@
+"""Deletes what has expired, a batch at a time. What has expired is not shown, deleted or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import sqlalchemy as sa
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom_common.database.database import Database
+from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.process.cancellation import raise_if_cancelled
+from orchestrator.database.schema import objects
+from orchestrator.files.contents import ORPHAN_SECONDS, FileContents
+from orchestrator.metrics import EXPIRED
+from orchestrator.store.objects import delete
+
+log = structlog.get_logger()
+
+PAUSE_SECONDS: Final = 30.0
+MAX_DELETED: Final = 500
+"""In one transaction."""
+
+
+async def delete_expired(database: Database, contents: FileContents, now: float) -> int:
+    """Returns how many objects were deleted."""
+    async with database.writing() as connection:
+        wanted = sa.select(objects.c.id, objects.c.kind).where(objects.c.expires_at <= now).limit(MAX_DELETED)
+        expired = (await connection.execute(wanted)).all()
+        if expired:
+            await delete(connection, [one.id for one in expired])
+    for one in expired:
+        if one.kind == "file":
+            await contents.delete(one.id)
+    return len(expired)
+
+
+async def delete_orphans(database: Database, contents: FileContents) -> None:
+    """Deletes contents of which there is no file any more, or not yet after an hour: a process was killed between the
+    two."""
+
+    async def known(ids: Collection[str]) -> Sequence[str]:
+        async with database.reading() as connection:
+            return (await connection.scalars(sa.select(objects.c.id).where(objects.c.id.in_(ids)))).all()
+
+    for file_id in await contents.orphans(known):
+        await contents.delete(file_id)
+
+
+async def keep_deleting(database: Database, contents: FileContents) -> None:
+    """Runs until it is cancelled."""
+    orphans_at = 0.0
+    while True:
+        num_deleted = 0
+        try:
+            num_deleted = await database.uninterrupted(delete_expired(database, contents, time.time()))
+            if time.monotonic() >= orphans_at:
+                orphans_at = time.monotonic() + ORPHAN_SECONDS
+                await database.uninterrupted(delete_orphans(database, contents))
+        except DATABASE_ERRORS as error:
+            database_error("expiry", error)
+        except KvloomError as error:
+            log.warning("file_deletion_failed", cause=error.message)
+        EXPIRED.inc(num_deleted)
+        raise_if_cancelled()
+        if num_deleted < MAX_DELETED:
+            await asyncio.sleep(PAUSE_SECONDS)

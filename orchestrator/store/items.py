@@ -1,0 +1,108 @@
+"""The items of conversations and responses as rows. Each function works within the caller's transaction, which has
+found their parent before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from orchestrator.database.schema import items
+from orchestrator.store.objects import as_json, new_id, unknown_cursor
+from orchestrator.store.pages import Page
+
+Item = dict[str, Any]
+
+_PREFIXES: Final = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_", "custom_tool_call": "ctc_"}
+
+
+def normalised(given: Item) -> Item:
+    """An item of an input as it is stored and shown: with a type, an id, and its content as parts."""
+    kind = given.get("type") or "message"
+    prefix = _PREFIXES.get(kind) or f"{kind[:32]}_"
+    item = {**given, "type": kind, "id": given.get("id") or new_id(prefix)}
+    if kind == "message":
+        content = given.get("content")
+        if isinstance(content, str):
+            part: Item = {"type": "input_text", "text": content}
+            if given.get("role") == "assistant":
+                part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+            item["content"] = [part]
+        item["status"] = given.get("status") or "completed"
+    elif "status" in item or "call_id" in item:
+        item["status"] = item.get("status") or "completed"
+    return item
+
+
+async def append(
+    connection: AsyncConnection, tenant: str, parent: str, new: Sequence[Item], *, num_output: int = 0
+) -> None:
+    """Adds items at the end. The last `num_output` of them are output."""
+    if not new:
+        return
+    first = await connection.scalar(sa.select(sa.func.max(items.c.position)).where(items.c.parent == parent))
+    first = 0 if first is None else first + 1
+    rows = [
+        {
+            "parent": parent,
+            "position": first + number,
+            "id": item["id"],
+            "tenant": tenant,
+            "is_output": number >= len(new) - num_output,
+            "body": as_json(item),
+        }
+        for number, item in enumerate(new)
+    ]
+    await connection.execute(items.insert(), rows)
+
+
+async def count(connection: AsyncConnection, parent: str) -> int:
+    return await connection.scalar(sa.select(sa.func.count()).where(items.c.parent == parent)) or 0
+
+
+async def of_parent(connection: AsyncConnection, parent: str, *, is_output: bool | None = None) -> list[bytes]:
+    """The JSON of all items, in order; `is_output`: only of the output, or only of the input."""
+    wanted = sa.select(items.c.body).where(items.c.parent == parent)
+    if is_output is not None:
+        wanted = wanted.where(items.c.is_output == is_output)
+    return list((await connection.scalars(wanted.order_by(items.c.position))).all())
+
+
+async def find(connection: AsyncConnection, parent: str, item_id: str) -> Item | None:
+    wanted = sa.select(items.c.body).where(items.c.parent == parent, items.c.id == item_id)
+    body = await connection.scalar(wanted.order_by(items.c.position).limit(1))
+    return None if body is None else msgspec.json.decode(body)
+
+
+async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[str]) -> dict[str, bytes]:
+    """The JSON of a tenant's items, by their ids, as far as there are any."""
+    wanted = sa.select(items.c.id, items.c.body).where(items.c.tenant == tenant, items.c.id.in_(item_ids))
+    return {row.id: row.body for row in await connection.execute(wanted)}
+
+
+async def listed(
+    connection: AsyncConnection, parents: Sequence[str], page: Page, *, only_input_of: str = ""
+) -> tuple[list[Item], bool]:
+    """A page of the items of several parents, one parent after the other, and True if there are more. Of
+    `only_input_of` there is only the input. Raises KvloomError (INVALID_ARGUMENT)."""
+    rank = sa.case({parent: number for number, parent in enumerate(parents)}, value=items.c.parent)
+    wanted = sa.select(items.c.body).where(items.c.parent.in_(parents))
+    if only_input_of:
+        wanted = wanted.where(sa.or_(items.c.parent != only_input_of, items.c.is_output.is_(False)))
+    if page.after:
+        at = sa.select(rank, items.c.position).where(items.c.parent.in_(parents), items.c.id == page.after)
+        last = (await connection.execute(at.limit(1))).one_or_none()
+        if last is None:
+            raise unknown_cursor()
+        key, there = sa.tuple_(rank, items.c.position), sa.tuple_(sa.literal(last[0]), sa.literal(last[1]))
+        wanted = wanted.where(key < there if page.is_descending else key > there)
+    order = [column.desc() if page.is_descending else column.asc() for column in (rank, items.c.position)]
+    bodies = (await connection.scalars(wanted.order_by(*order).limit(page.limit + 1))).all()
+    return [msgspec.json.decode(body) for body in bodies[: page.limit]], len(bodies) > page.limit
+
+
+async def delete(connection: AsyncConnection, parent: str, item_id: str) -> None:
+    await connection.execute(items.delete().where(items.c.parent == parent, items.c.id == item_id))

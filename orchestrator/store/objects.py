@@ -1,0 +1,146 @@
+"""Objects as rows. Each function works within the caller's transaction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from orchestrator.database.schema import items, objects, response_events, runs
+from orchestrator.store.pages import Page
+
+NAMES: Final[Mapping[str, str]] = {
+    "response": "response",
+    "conversation": "conversation",
+    "chat_completion": "chat completion",
+    "file": "file",
+    "batch": "batch",
+}
+"""The kinds of objects, and what errors call them."""
+
+
+class StoredObject(NamedTuple):
+    id: str
+    created_at: float
+    expires_at: float | None
+    parent: str
+    label: str
+    body: dict[str, Any]
+
+
+_COLUMNS: Final = [objects.c[name] for name in StoredObject._fields]
+
+
+def new_id(prefix: str) -> str:
+    """An id that cannot be guessed."""
+    return f"{prefix}{os.urandom(24).hex()}"
+
+
+def as_json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def new_file(
+    name: str, purpose: str, num_bytes: int, now: float, expires_at: float | None, file_id: str
+) -> StoredObject:
+    body = {"filename": name, "purpose": purpose, "bytes": num_bytes}
+    return StoredObject(file_id, now, expires_at, "", purpose, body)
+
+
+async def add(
+    connection: AsyncConnection,
+    tenant: str,
+    kind: str,
+    one: StoredObject,
+) -> bool:
+    """Returns False if there is an object with this id already, which is then left as it is."""
+    row = {**one._asdict(), "body": as_json(one.body), "tenant": tenant, "kind": kind}
+    known = await connection.scalar(sa.select(objects.c.id).where(objects.c.id == one.id))
+    if known is not None:
+        return False
+    await connection.execute(objects.insert().values(row))
+    return True
+
+
+def _owned(tenant: str, kind: str, now: float) -> sa.ColumnElement[bool]:
+    is_alive = sa.or_(objects.c.expires_at.is_(None), objects.c.expires_at > now)
+    return sa.and_(objects.c.tenant == tenant, objects.c.kind == kind, is_alive)
+
+
+async def find(
+    connection: AsyncConnection, tenant: str, kind: str, object_id: str, now: float, *, for_update: bool = False
+) -> StoredObject | None:
+    """None for an id that is unknown, another tenant's, or has expired. `for_update`: its row is locked until the end
+    of the transaction."""
+    wanted = sa.select(*_COLUMNS).where(objects.c.id == object_id, _owned(tenant, kind, now))
+    row = (await connection.execute(wanted.with_for_update() if for_update else wanted)).one_or_none()
+    return None if row is None else _stored(row)
+
+
+async def get(
+    connection: AsyncConnection,
+    tenant: str,
+    kind: str,
+    object_id: str,
+    now: float,
+    field: str = "",
+    *,
+    for_update: bool = False,
+) -> StoredObject:
+    """Finds an object as `find` does. `field`: what names it. Raises KvloomError (NOT_FOUND)."""
+    found = await find(connection, tenant, kind, object_id, now, for_update=for_update)
+    if found is None:
+        raise not_found(kind, object_id, field)
+    return found
+
+
+async def listed(
+    connection: AsyncConnection, tenant: str, kind: str, page: Page, now: float, label: str = ""
+) -> tuple[list[StoredObject], bool]:
+    """A page of the tenant's objects of a kind, by their age, and True if there are more. Raises KvloomError
+    (INVALID_ARGUMENT)."""
+    wanted = sa.select(*_COLUMNS).where(_owned(tenant, kind, now))
+    if label:
+        wanted = wanted.where(objects.c.label == label)
+    key = sa.tuple_(objects.c.created_at, objects.c.id)
+    if page.after:
+        last = await find(connection, tenant, kind, page.after, now)
+        if last is None:
+            raise unknown_cursor()
+        there = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
+        wanted = wanted.where(key < there if page.is_descending else key > there)
+    order = [column.desc() if page.is_descending else column.asc() for column in (objects.c.created_at, objects.c.id)]
+    rows = (await connection.execute(wanted.order_by(*order).limit(page.limit + 1))).all()
+    return [_stored(row) for row in rows[: page.limit]], len(rows) > page.limit
+
+
+async def change(connection: AsyncConnection, object_id: str, body: Mapping[str, Any]) -> None:
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(body=as_json(body)))
+
+
+async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
+    """Deletes objects with their items and events. Who works at one of them notices."""
+    for column in (runs.c.response, response_events.c.response):
+        await connection.execute(column.table.delete().where(column.in_(object_ids)))
+    await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
+    await connection.execute(objects.delete().where(objects.c.id.in_(object_ids)))
+
+
+def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
+    """The same whether the id is unknown, another tenant's or has expired."""
+    message = f"There is no {NAMES[kind]} {object_id[:128]!r}."
+    return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
+
+
+def unknown_cursor() -> KvloomError:
+    return invalid_argument("after: the list has no entry with this id.", "after")
+
+
+def _stored(row: Any) -> StoredObject:
+    return StoredObject(**{**row._mapping, "body": msgspec.json.decode(row.body)})

@@ -1,0 +1,10 @@
+"""The features that are off by default, one folder each. The way of a request names none of it.
+
+configured.py       the features as they are configured, and what a router does with all of them
+shadow/             compares answers with those of candidates
+result_cache/       answers to deterministic requests, kept for repeats
+receipts/           signed receipts, with which answers can be computed again
+result_recorder.py  whole answers for the two before: looked up for arriving requests, kept at their end
+tracing.py          spans of requests, for an OpenTelemetry collector
+fingerprints.py     what the shards of a model have in common, on which answers depend
+"""

@@ -1,4 +1,0 @@
-"""Receipts of this router's answers (docs/receipts.md).
-
-writer.py   makes and signs a receipt from a complete answer
-"""

@@ -1,0 +1,131 @@
+"""Chooses the form of weights that a shard computes with: measured once per machine and kernel family, and kept, so
+that all shards choose alike."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import torch
+
+from kvloom_common.private_file import write_private_file
+from shard_server.engines.torch_engine.checkpoint.converted_model import locked
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
+from shard_server.engines.torch_engine.grouped_weight import quantised
+from shard_server.engines.torch_engine.kernels.choice import ANSWER_ROWS, PROMPT_ROWS, machine_digest
+from shard_server.engines.torch_engine.kernels.packed_groups import PackedGroups
+from shard_server.engines.torch_engine.kernels.packed_linear import multiply
+from shard_server.engines.torch_engine.kernels.packed_weights import PackedBf16, PackedInt8, PackedWeights
+from shard_server.engines.torch_engine.kernels.products.outputs import ROUNDED
+from shard_server.engines.torch_engine.kernels.program import cache_dir
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
+from shard_server.engines.torch_engine.weight_form import WeightForm
+
+_DEPTH: Final = 1024
+_COLUMNS: Final = 8192
+"""8 million weights: of 16 MiB in bf16"""
+_FLUSHED_BYTES: Final = 64 * 2**20
+"""So much other memory is written before a row is timed, so that weights come from memory, as in a model."""
+_MANY_ROWS: Final = 48
+_RUNS: Final = 10
+_GAIN: Final = 1.3
+"""A form must be this many times as fast as the one that is nearer to the file, or smaller, to be taken instead: bf16
+or int8 instead of packed weights, int8 instead of bf16. Less may be what else the machine did while they were timed."""
+
+Costs = Mapping[str, tuple[float, float]]
+"""By form: the seconds of a row alone, and of each of many rows."""
+
+
+class MeasuredForm(NamedTuple):
+    form: WeightForm
+    reason: str
+    """For people"""
+
+
+def fastest_form(
+    threads: ThreadPool,
+    *,
+    may_be_packed: bool,
+    on_progress: OnProgress,
+    measure: Callable[[ThreadPool], Costs] | None = None,
+) -> MeasuredForm:
+    """The fastest form that keeps quality: packed weights are those of the file, bf16 ones nearly so, and int8 ones
+    must be worth their rounding. `on_progress` is called with the reason."""
+    measured = choose_form(_kept_costs(threads, measure or measure_forms), may_be_packed=may_be_packed)
+    on_progress(f"weights: {measured.form.value}, {measured.reason}")
+    return measured
+
+
+def choose_form(costs: Costs, *, may_be_packed: bool) -> MeasuredForm:
+    """Compare the products of one request: PROMPT_ROWS together, ANSWER_ROWS one by one."""
+    total = {form: ANSWER_ROWS * one + PROMPT_ROWS * many for form, (one, many) in costs.items()}
+    bf16, int8 = total[WeightForm.DTYPE.value], total[WeightForm.INT8.value]
+    form = WeightForm.INT8 if bf16 > _GAIN * int8 else WeightForm.DTYPE
+    if may_be_packed and total[WeightForm.PACKED.value] <= _GAIN * total[form.value]:
+        form = WeightForm.PACKED
+    names = [name for name in costs if may_be_packed or name != WeightForm.PACKED.value]
+    times = ", ".join(f"{'bf16' if name == 'dtype' else name} {costs[name][0] * 1e3:.2f}" for name in names)
+    return MeasuredForm(form, f"measured, ms for a row and 8 million weights: {times}")
+
+
+def fastest_form_for_prompts(
+    threads: ThreadPool, on_progress: OnProgress, measure: Callable[[ThreadPool], Costs] | None = None
+) -> MeasuredForm:
+    """The faster form of a model that computes many rows at a time and never one by one, as encoders do: bf16 weights,
+    or packed ones, which hardly differ in speed between 4 and 8 bits."""
+    costs = _kept_costs(threads, measure or measure_forms)
+    bf16, packed = costs[WeightForm.DTYPE.value][1], costs[WeightForm.PACKED.value][1]
+    form = WeightForm.PACKED if bf16 > _GAIN * packed else WeightForm.DTYPE
+    reason = f"measured, ms for a row of many and 8 million weights: packed {packed * 1e3:.2f}, bf16 {bf16 * 1e3:.2f}"
+    on_progress(f"weights: {form.value}, {reason}")
+    return MeasuredForm(form, reason)
+
+
+def measure_forms(threads: ThreadPool) -> Costs:
+    """Time the products of this machine's family."""
+    weight = torch.randn(_COLUMNS, _DEPTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    makers: dict[WeightForm, Callable[[], PackedWeights]] = {
+        WeightForm.PACKED: lambda: PackedGroups(quantised(weight, 4), None, threads),
+        WeightForm.DTYPE: lambda: PackedBf16(weight, None, threads),
+        WeightForm.INT8: lambda: PackedInt8(weight, None, threads),
+    }
+    forms = {form.value: make() for form, make in makers.items()}
+    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8)
+    best = {name: [float("inf"), float("inf")] for name in forms}
+    # In turn, so that what else the machine does meets all forms.
+    for _ in range(_RUNS):
+        for name, packed in forms.items():
+            flushed.add_(1)
+            for place, num_rows in enumerate((1, _MANY_ROWS)):
+                best[name][place] = min(best[name][place], _seconds(threads, packed, num_rows) / num_rows)
+    return {name: (one, many) for name, (one, many) in best.items()}
+
+
+def _seconds(threads: ThreadPool, packed: PackedWeights, num_rows: int) -> float:
+    x = torch.ones(num_rows, _DEPTH, dtype=torch.bfloat16)
+    out = torch.empty(num_rows, packed.num_columns, dtype=torch.bfloat16)
+    begin = time.perf_counter()
+    multiply(threads, packed, x, ROUNDED, out)
+    return time.perf_counter() - begin
+
+
+def _kept_costs(threads: ThreadPool, measure: Callable[[ThreadPool], Costs]) -> Costs:
+    """When several shards start together, one measures and the others wait for what it found."""
+    path = cache_dir() / f"weights-{threads.family.name}-{threads.num_threads}-{machine_digest()}.json"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # nowhere to keep it: every start measures
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path.with_suffix(".lock")))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            kept = json.loads(path.read_bytes())
+            return {form: (float(kept[form][0]), float(kept[form][1])) for form in _FORMS}
+        costs = measure(threads)
+        with contextlib.suppress(OSError):
+            write_private_file(path, json.dumps(costs).encode())
+        return costs
+
+
+_FORMS: Final = tuple(form.value for form in (WeightForm.PACKED, WeightForm.DTYPE, WeightForm.INT8))

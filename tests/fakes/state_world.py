@@ -1,0 +1,122 @@
+"""An edge with a FakeRouterLink, and an orchestrator with a real database behind a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from sqlalchemy.engine import make_url
+
+from edge_http.orchestrator_link import OrchestratorLink
+from kvloom.v1 import orchestrator_service_pb2_grpc
+from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
+from kvloom_common.database.database import Database, open_database
+from kvloom_common.database.migrate import migrate
+from kvloom_common.database.url import with_driver
+from kvloom_common.process.watched_files import following
+from kvloom_common.transport.checked_server import CheckedServer
+from kvloom_common.trust.fabric_trust import NO_SECRET
+from orchestrator.background.log import ResponseLogs
+from orchestrator.database.schema import MIGRATIONS
+from orchestrator.files.contents import FileContents
+from orchestrator.jobs.edges import Edges
+from orchestrator.jobs.runner import JobRunner
+from orchestrator.service.job_kinds import job_kinds
+from orchestrator.service.servicer import OrchestratorServicer
+from tests.fakes.edge_world import EdgeWorld, edge_world
+from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
+from tests.fakes.postgres_server import make_postgres_database
+from tests.fakes.tenants import callers_of
+
+
+@dataclasses.dataclass
+class StateWorld:
+    """`now` is the orchestrator's time. `client` and `other` belong to two tenants."""
+
+    edge: EdgeWorld
+    database: Database
+    contents: FileContents
+    server: grpc.aio.Server
+    client: openai.AsyncOpenAI
+    other: openai.AsyncOpenAI
+    settings: OrchestratorConfig
+    fabric_address: str
+    """Where the edge serves its fabric."""
+    logs: ResponseLogs
+    """The events of the background responses at which the orchestrator works that clients ask."""
+    now: float = 1_800_000_000.0
+
+    @contextlib.asynccontextmanager
+    async def jobs(self, name: str = "orchestrator") -> AsyncIterator[None]:
+        """An orchestrator of this name works at jobs within the context. Clients ask the one called orchestrator."""
+        edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
+        logs = self.logs if name == "orchestrator" else ResponseLogs()
+        kinds = job_kinds(self.settings, self.database, self.contents, edges, logs, name, lambda: self.now)
+        runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
+        async with following(edges):
+            running = asyncio.create_task(runner.run())
+            try:
+                yield
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    def prompt(self, number: int = -1) -> str:
+        """The prompt of a request to the router."""
+        model = self.edge.edge.models["tiny"]
+        request = self.edge.link.requests[number].request
+        return model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+
+
+@contextlib.asynccontextmanager
+async def state_world(database_url: str, folder: Path, **settings: Any) -> AsyncIterator[StateWorld]:
+    async with contextlib.AsyncExitStack() as stack:
+        database = await stack.enter_async_context(open_database(with_driver(make_url(database_url))))
+        await migrate(database, MIGRATIONS)
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        config = OrchestratorConfig(enabled=True, port=port, **settings)
+        contents = FileContents(config, folder)
+        logs = ResponseLogs()
+        servicer = OrchestratorServicer(database, config, contents, logs, lambda: None, lambda: world.now)
+        orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        edge = await stack.enter_async_context(edge_world(callers=callers_of(folder, two_organisations())))
+        link = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
+        edge.edge.orchestrator = link
+        await stack.enter_async_context(following(link))
+        clients = [
+            await stack.enter_async_context(
+                openai.AsyncOpenAI(base_url=f"{edge.url}/v1", api_key=key, max_retries=0, timeout=20.0)
+            )
+            for key in (SEARCH_KEY, OTHER_KEY)
+        ]
+        address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
+        world = StateWorld(
+            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs
+        )
+        yield world
+
+
+@contextlib.asynccontextmanager
+async def state_world_on(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, **settings: Any
+) -> AsyncIterator[StateWorld]:
+    """The world of a module's fixture with the parameters sqlite and postgresql, on a database of its own. `settings`:
+    see state_world."""
+    folder = tmp_path_factory.mktemp("state")
+    url = f"sqlite:///{folder}/state.db"
+    if request.param == "postgresql":
+        sockets = request.getfixturevalue("postgres_sockets")
+        url = await asyncio.to_thread(make_postgres_database, sockets, f"test-{uuid.uuid4().hex}")
+    async with state_world(url, folder, **settings) as started:
+        yield started

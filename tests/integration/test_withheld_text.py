@@ -1,0 +1,161 @@
+"""A forbidden text that a model writes leaves in no field of any API, whole or in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
+from kvloom.v1.router_service_pb2 import GenerateRequest
+from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.text.json_escapes import unescaped
+from safety_svc.folding import fold
+from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+POLICY = """
+[[rules]]
+name = "codes"
+category = "weapons"
+message = "No such codes."
+phrases = ["launch code", "launch-code"]
+confusables = true
+"""
+USER = {"role": "user", "content": "hi"}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"q": "%s"}}\n</tool_call>'
+WRITTEN = {
+    "text": "so the launch code is",
+    "look-alikes": "so the l\u0430unch c0de is",
+    "reasoning": "<think>so the launch code is</think>ok",
+    "arguments": CALL % ("f", "launch code"),
+    "escaped arguments": CALL % ("f", r"launch\ncode"),
+    "spelled arguments": CALL % ("f", r"so \u006caunch\u0020code"),
+    "name": CALL % ("launch-code", "x"),
+}
+STOPPED = "so the launch "
+"""Followed by a stop string, it is forbidden."""
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "logprobs": True,
+        "top_logprobs": 1,
+        "n": 2,
+    },
+    "/v1/completions": {"prompt": "hi", "logprobs": 1, "max_tokens": 200},
+    "/v1/responses": {
+        "input": "hi",
+        "tools": [{"type": "function", **FUNCTION}],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    },
+    "/v1/messages": {
+        "messages": [USER],
+        "max_tokens": 200,
+        "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}],
+    },
+}
+STOPS = {"/v1/chat/completions": "stop", "/v1/completions": "stop", "/v1/messages": "stop_sequences"}
+ENDS = {
+    "/v1/chat/completions": '"finish_reason":"content_filter"',
+    "/v1/completions": '"finish_reason":"content_filter"',
+    "/v1/responses": '"incomplete_details":{"reason":"content_filter"}',
+    "/v1/messages": '"stop_reason":"refusal"',
+}
+
+
+@pytest.fixture
+async def fabric(router_redis_url: str, tmp_path: Path) -> AsyncIterator[tuple[ScreenedWorld, WritingEngine]]:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY)
+    engine = WritingEngine(showing_tokenizer())
+    async with screened_world(router_redis_url, policy, engine, ParserSpec("hermes", "qwen3")) as world:
+        yield world, engine
+
+
+def shown(body: str) -> Iterator[str]:
+    """The strings in a response or in the events of a stream, and those under one key together."""
+    events = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: {")] or [body]
+    by_key: dict[str, list[str]] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, str):
+            by_key.setdefault(key, []).append(value)
+        elif isinstance(value, dict):
+            for name, child in value.items():
+                walk(child, name)
+        elif isinstance(value, list):
+            for child in value:
+                walk(child, key)
+
+    for event in events:
+        walk(json.loads(event), "")
+    for texts in by_key.values():
+        yield from texts
+        yield "".join(texts)
+
+
+def is_forbidden(text: str) -> bool:
+    read = fold(unescaped(text).replace("\u0430", "a").replace("0", "o"))[0]
+    return "launch code" in read or "launch-code" in read
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_api_shows_it(fabric: tuple[ScreenedWorld, WritingEngine], path: str) -> None:
+    """Tokens, their log-probabilities, calls and thoughts wait for the verdict on the text that they are made of."""
+    world, engine = fabric
+    for (kind, written), is_stream in itertools.product(WRITTEN.items(), (False, True)):
+        engine.answer = world.tokenizer.encode_now(written)
+        status, body = await world.post(path, {"model": "tiny", "stream": is_stream, **BODIES[path]})
+        assert status == 200, (kind, body)
+        assert not any(map(is_forbidden, shown(body))), (kind, is_stream, body)
+        assert ENDS[path] in body, (kind, is_stream, body)
+
+
+@pytest.mark.parametrize("path", STOPS)
+async def test_a_stop_string_does_not_complete_it(fabric: tuple[ScreenedWorld, WritingEngine], path: str) -> None:
+    """The client knows that the stop string followed the text, and some APIs say so."""
+    world, engine = fabric
+    engine.answer = world.tokenizer.encode_now(STOPPED + "code and more")
+    for is_stream in (False, True):
+        wanted = {"model": "tiny", "stream": is_stream, **BODIES[path], STOPS[path]: ["code"]}
+        status, body = await world.post(path, wanted)
+        assert status == 200, body
+        assert not any("launch" in text for text in shown(body)), body
+        assert ENDS[path] in body, body
+
+
+async def test_no_generate_shows_it(fabric: tuple[ScreenedWorld, WritingEngine]) -> None:
+    """Clients over gRPC get tokens, which are text to all who know the vocabulary."""
+    world, engine = fabric
+    stub = await world.router.stub()
+    wanted = {
+        "model": "tiny",
+        "conversation": {"messages": [USER]},
+        "tools": [{"name": "f", "parameters": json.dumps(FUNCTION["parameters"])}],
+        "sampling": {"logprobs": 1},
+        "n": 2,
+    }
+    for kind, written in (*WRITTEN.items(), ("stop", STOPPED + "code and more")):
+        engine.answer = world.tokenizer.encode_now(written)
+        stop = {"stop": {"stop": ["code"]}} if kind == "stop" else {}
+        ids: list[int] = []
+        finishes: list[Any] = []
+        texts = ""
+        async for response in stub.Generate(json_format.ParseDict({**wanted, **stop}, GenerateRequest())):
+            for delta in response.deltas:
+                if delta.index == 0:
+                    ids += delta.token_ids
+                    texts += delta.text + str(list(delta.output))
+                finishes += [delta.finish] if delta.HasField("finish") else []
+        assert not is_forbidden(world.tokenizer.decode(ids)), (kind, ids)
+        assert not is_forbidden(texts), kind
+        assert [finish.reason for finish in finishes] == [FINISH_REASON_CONTENT_FILTER] * 2, kind
