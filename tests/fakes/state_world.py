@@ -13,14 +13,11 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from sqlalchemy.engine import make_url
 
 from edge_http.orchestrator_link import OrchestratorLink
 from kvloom.v1 import orchestrator_service_pb2_grpc
 from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.migrate import migrate
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
@@ -33,6 +30,7 @@ from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
+from tests.fakes.migrated_database import migrated_database
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
 
@@ -79,8 +77,7 @@ class StateWorld:
 @contextlib.asynccontextmanager
 async def state_world(database_url: str, folder: Path, **settings: Any) -> AsyncIterator[StateWorld]:
     async with contextlib.AsyncExitStack() as stack:
-        database = await stack.enter_async_context(open_database(with_driver(make_url(database_url))))
-        await migrate(database, MIGRATIONS)
+        database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         config = OrchestratorConfig(enabled=True, port=port, **settings)

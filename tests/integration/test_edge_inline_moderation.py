@@ -9,13 +9,14 @@ from typing import Any
 
 import openai
 import pytest
-from anthropic.types import RefusalStopDetails
 
 from edge_http.formatting.moderation import CATEGORIES
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, answer
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
 
 BLOCK = {"mode": "block"}
 SCORE = {"mode": "score"}
@@ -196,6 +197,7 @@ async def test_bad_wishes(world: EdgeWorld) -> None:
 
 async def test_a_message_says_why_it_was_refused(world: EdgeWorld) -> None:
     """Anthropic's clients read `stop_details`."""
+    from anthropic.types import RefusalStopDetails
 
     def play(request: Any) -> None:
         request.start()

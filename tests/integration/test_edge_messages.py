@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from edge_http.edge import EdgeSettings
@@ -17,6 +16,10 @@ from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, LENGTH, FakeRequest, answer
 from tests.fakes.scripted_answer import messages_body
+from tests.lazy_imports import imported_when_used
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
+anthropic = imported_when_used("anthropic")
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: Any = {

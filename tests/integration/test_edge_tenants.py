@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 
@@ -41,6 +40,10 @@ from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tenants import callers_of, change, identities_of
+from tests.lazy_imports import imported_when_used
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
+anthropic = imported_when_used("anthropic")
 
 CHAT = "/v1/chat/completions"
 ROUTES = ModelRoutes([RouteConfig(name="split", targets=["tiny", "secret"])])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 16, "use_sliding_window": True}
@@ -58,7 +59,7 @@ def test_windowed_layers_compute_what_transformers_computes(tmp_path: Path, name
     runner.run([ScheduledSequence(token_ids[:37], 0, table, False)])
     rows = [runner.run([ScheduledSequence(token_ids[37:50], 37, table, True)])]
     rows += [runner.run([ScheduledSequence([token_ids[i]], i, table, True)]) for i in range(50, 90)]
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([token_ids])).logits[0, 49:]
     assert float((torch.cat(rows) - reference).abs().max()) < MAX_ERROR
@@ -76,7 +77,7 @@ def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
     # Every layer attends to 100 tokens, so from here on nothing depends on tokens before 1,024.
     forgotten = [0] * 64 + table[64:]
     rows = [rows, *(runner.run([ScheduledSequence([token_ids[i]], i, forgotten, True)]) for i in (1298, 1299))]
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([token_ids])).logits[0, 1297:]
     assert float((torch.cat(rows) - reference).abs().max()) < MAX_ERROR
