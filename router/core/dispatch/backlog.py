@@ -1,4 +1,4 @@
-"""Whether a shard gets more of what waits for it in the router, and when it will."""
+"""Tells when a shard gets more of what waits for it in the router."""
 
 from __future__ import annotations
 

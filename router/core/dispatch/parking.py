@@ -1,4 +1,4 @@
-"""When requests that are not urgent, and have not been placed, may be placed although more urgent ones wait."""
+"""Decides when requests that are not urgent, and wait unplaced, may be placed although more urgent ones wait."""
 
 from __future__ import annotations
 

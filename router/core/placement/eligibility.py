@@ -1,4 +1,4 @@
-"""Which shards may take a request: what they serve, have room for, and are left to it by other tenants."""
+"""Finds the shards that may take a request: by what they serve, have room for, and must leave to other tenants."""
 
 from __future__ import annotations
 
