@@ -103,8 +103,8 @@ class ScreenedWorld:
     async def change_policy(self) -> None:
         """The policy's file has changed: returns when the router has the new one."""
         await self._policy_file.reload_if_changed()
-        link, revision = self.router.server._parts.safety_link, self._policy_file.current.revision
-        await eventually(lambda: link.policy_revision == revision, "the new policy")
+        revision = self._policy_file.current.revision
+        await eventually(lambda: policy_revision(self.router) == revision, "the new policy")
 
     async def post(self, path: str, body: Any) -> tuple[int, str]:
         """(status, body of the response)"""
@@ -144,13 +144,21 @@ async def screened_world(
         address = await server.listen("127.0.0.1", 0)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)))
-        await eventually(lambda: world.server._parts.safety_link.policy_revision is not None, "the policy")
+        await eventually(lambda: policy_revision(world) is not None, "the policy")
         yield ScreenedWorld(world, tokenizer, f"http://{address}", http, edge.config, policy_file)
+
+
+def policy_revision(world: RouterWorld) -> str | None:
+    """The policy that the router knows."""
+    link = world.server._parts.safety_link
+    assert link is not None
+    return link.policy_revision
 
 
 def showing_tokenizer() -> ModelTokenizer:
     tokenizer = byte_level_tokenizer()
     eos = tokenizer.token_to_id("<|im_end|>")
+    assert eos is not None
     return ModelTokenizer(tokenizer, template=ChatTemplate(SHOWING, {}), eos_token_ids=frozenset({eos}))
 
 
