@@ -18,10 +18,13 @@ from openai.types import (
     completion_create_params,
     embedding_create_params,
     moderation_create_params,
+    vector_store_create_params,
+    vector_store_search_params,
 )
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.conversations import conversation_create_params, item_create_params
 from openai.types.responses import ResponseStreamEvent, response_create_params
+from openai.types.vector_stores import file_batch_create_params, file_create_params
 
 from edge_http.openai import requests
 from edge_http.openai.embeddings import EmbeddingsBody
@@ -43,6 +46,10 @@ _PARAMETERS: Final[dict[str, tuple[Any, type]]] = {
     "POST /conversations": (conversation_create_params.ConversationCreateParams, bodies.NewConversationBody),
     "POST /conversations/{}/items": (item_create_params.ItemCreateParams, bodies.NewItemsBody),
     "POST /batches": (batch_create_params.BatchCreateParams, bodies.BatchBody),
+    "POST /vector_stores": (vector_store_create_params.VectorStoreCreateParams, bodies.VectorStoreBody),
+    "POST /vector_stores/{}/search": (vector_store_search_params.VectorStoreSearchParams, bodies.SearchBody),
+    "POST /vector_stores/{}/files": (file_create_params.FileCreateParams, bodies.StoreFileBody),
+    "POST /vector_stores/{}/file_batches": (file_batch_create_params.FileBatchCreateParams, bodies.FileBatchBody),
 }
 """What the client may send, and what is read of it."""
 _ELSEWHERE: Final = ("stream", "include", "extra_headers")
