@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from edge_http.anthropic import tools as anthropic_tools
 from edge_http.formatting.client_tools import CustomToolBody
@@ -199,7 +199,7 @@ def _of_type(info: Any, place: tuple[str, str], within: Sequence[type]) -> Itera
                     inner,
                     path=f"[]{inner.path}",
                     make=lambda value, i=inner: [i.make(value)],
-                    pair=(lambda a, b, i=inner: [i.pair(a, b)])
+                    pair=(lambda a, b, both=inner.pair: [both(a, b)])
                     if inner.pair
                     else (lambda a, b, i=inner: [i.make(a), i.make(b)]),
                 )
@@ -240,7 +240,7 @@ def _filled(field: Any) -> Any:
     return {msgspec.inspect.StrType: "x", msgspec.inspect.ListType: []}.get(type(field.type), 1)
 
 
-def _of_message(message: Descriptor, path: str) -> Iterator[Position]:
+def _of_message(message: Any, path: str) -> Iterator[Position]:
     for field in message.fields:
         others = _MESSAGES.get(message.name, ({},))
         if message is GenerateRequest.DESCRIPTOR and field.containing_oneof is None:
@@ -259,7 +259,7 @@ def _of_message(message: Descriptor, path: str) -> Iterator[Position]:
                     each,
                     path=f"{path}{field.name}[]{each.path.removeprefix(path + field.name)}",
                     make=lambda value, e=each: [e.make(value)],
-                    pair=(lambda a, b, e=each: [e.pair(a, b)])
+                    pair=(lambda a, b, both=each.pair: [both(a, b)])
                     if each.pair
                     else (lambda a, b, e=each: [e.make(a), e.make(b)]),
                 )

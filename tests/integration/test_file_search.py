@@ -60,7 +60,7 @@ def world(shared: tuple[StateWorld, str]) -> StateWorld:
 
 
 @pytest.fixture
-def tool(shared: tuple[StateWorld, str]) -> dict[str, Any]:
+def tool(shared: tuple[StateWorld, str]) -> Any:
     return {"type": "file_search", "vector_store_ids": [shared[1]]}
 
 
@@ -70,16 +70,19 @@ def search_in(response: Response) -> ResponseFileSearchToolCall:
     return search
 
 
-async def test_the_model_reads_what_was_found_and_its_citations_name_files(
-    world: StateWorld, tool: dict[str, Any]
-) -> None:
+def citations_in(response: Response) -> list[Any]:
+    message: Any = response.output[1]
+    return message.content[0].annotations
+
+
+async def test_the_model_reads_what_was_found_and_its_citations_name_files(world: StateWorld, tool: Any) -> None:
     """One call of the model answers a question about a file."""
     num_before = len(world.edge.link.requests)
     made = await world.client.responses.create(
         model="tiny",
         input="Who reads punched cards?",
         tools=[tool],
-        include=["file_search_call.results"],  # pyright: ignore
+        include=["file_search_call.results"],
     )
     asked = [one for one in world.edge.link.requests[num_before:] if not one.request.wanted.HasField("pooling")]
     assert len(asked) == 1
@@ -90,7 +93,7 @@ async def test_the_model_reads_what_was_found_and_its_citations_name_files(
     assert (search.status, search.queries) == ("completed", ["Who reads punched cards?"])
     assert search.results is not None
     assert search.results[0].filename == "loom.md"
-    [citation] = made.output[1].content[0].annotations  # pyright: ignore
+    [citation] = citations_in(made)
     assert (citation.type, citation.filename, citation.index) == ("file_citation", "loom.md", len("It reads cards "))
     assert citation.file_id == search.results[0].file_id
     assert made.tools[0].type == "file_search"
@@ -101,19 +104,19 @@ async def test_the_model_reads_what_was_found_and_its_citations_name_files(
     assert FILES["loom.md"] not in world.prompt(), "passages belong to their question"
 
 
-async def test_a_passage_that_the_policy_flags_is_left_out(world: StateWorld, tool: dict[str, Any]) -> None:
+async def test_a_passage_that_the_policy_flags_is_left_out(world: StateWorld, tool: Any) -> None:
     """One document must not have all questions about it refused, nor be read."""
-    await world.client.responses.create(model="tiny", input="Which loom reads all cards?", tools=[tool])  # pyright: ignore
+    await world.client.responses.create(model="tiny", input="Which loom reads all cards?", tools=[tool])
     assert FORBIDDEN not in world.prompt()
     assert FILES["loom.md"] in world.prompt()
 
 
-async def test_a_stream_is_one_lifecycle(world: StateWorld, tool: dict[str, Any]) -> None:
+async def test_a_stream_is_one_lifecycle(world: StateWorld, tool: Any) -> None:
     """OpenAI's client puts the response together from the events, and checks their order."""
     async with world.client.responses.stream(
         model="tiny",
         input="Who reads punched cards?",
-        tools=[tool],  # pyright: ignore
+        tools=[tool],
     ) as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
@@ -132,15 +135,16 @@ async def test_a_stream_is_one_lifecycle(world: StateWorld, tool: dict[str, Any]
     assert "output_text.annotation.added" in kinds
     assert search_in(final).results is None
     assert final.output_text == "".join(MARKED)
-    assert final.output[1].content[0].annotations[0].filename == "loom.md"  # pyright: ignore
+    [citation] = citations_in(final)
+    assert citation.filename == "loom.md"
     found = await world.client.responses.retrieve(final.id)
     assert found.output[0] == final.output[0]
-    assert found.output[1].content[0].annotations == final.output[1].content[0].annotations  # pyright: ignore
+    assert citations_in(found) == [citation]
 
 
 @pytest.mark.parametrize("why", ["timeout", "orchestrator_unavailable"])
 async def test_without_the_search_there_is_an_answer_and_a_warning(
-    world: StateWorld, tool: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    world: StateWorld, tool: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow or dead search costs the passages, and not the answer."""
 
@@ -156,7 +160,7 @@ async def test_without_the_search_there_is_an_answer_and_a_warning(
     raw = await world.client.responses.with_raw_response.create(
         model="tiny",
         input="Who reads punched cards?",
-        tools=[tool],  # pyright: ignore
+        tools=[tool],
     )
     assert raw.headers["x-kvloom-file-search"] == why
     made = raw.parse()
@@ -167,9 +171,7 @@ async def test_without_the_search_there_is_an_answer_and_a_warning(
         request.lose()  # what the search still waits for
 
 
-async def test_a_conversation_that_leaves_no_room_is_answered_without_passages(
-    world: StateWorld, tool: dict[str, Any]
-) -> None:
+async def test_a_conversation_that_leaves_no_room_is_answered_without_passages(world: StateWorld, tool: Any) -> None:
     """Passages must not make a question too long that fits by itself."""
     tokenizer = world.edge.edge.models["tiny"].tokenizer
     words = "the quick brown fox "
@@ -179,23 +181,21 @@ async def test_a_conversation_that_leaves_no_room_is_answered_without_passages(
     raw = await world.client.responses.with_raw_response.create(
         model="tiny",
         input=[{"role": "user", "content": text}, {"role": "user", "content": "cards?"}],
-        tools=[tool],  # pyright: ignore
+        tools=[tool],
         max_output_tokens=5,
     )
     assert raw.headers["x-kvloom-file-search"] == "no_room"
     assert search_in(raw.parse()).status == "incomplete"
 
 
-async def test_a_background_response_reads_what_was_found_when_it_was_begun(
-    world: StateWorld, tool: dict[str, Any]
-) -> None:
+async def test_a_background_response_reads_what_was_found_when_it_was_begun(world: StateWorld, tool: Any) -> None:
     """It is generated again after a crash, and its events must not depend on what is found then."""
     client = world.client
     made = await client.responses.create(
         model="tiny",
         input="Who reads punched cards?",
         tools=[tool],
-        background=True,  # pyright: ignore
+        background=True,
     )
     num_embedded = sum(one.request.wanted.HasField("pooling") for one in world.edge.link.requests)
 
@@ -210,11 +210,11 @@ async def test_a_background_response_reads_what_was_found_when_it_was_begun(
     assert FILES["loom.md"] in world.prompt()
     assert sum(one.request.wanted.HasField("pooling") for one in world.edge.link.requests) == num_embedded
     assert search_in(done).status == "completed"
-    assert done.output[1].content[0].annotations[0].filename == "loom.md"  # pyright: ignore
+    assert citations_in(done)[0].filename == "loom.md"
     assert "kvloom_found" not in done.to_json()
 
 
-async def test_choices_functions_and_turns_without_a_question(world: StateWorld, tool: dict[str, Any]) -> None:
+async def test_choices_functions_and_turns_without_a_question(world: StateWorld, tool: Any) -> None:
     """The search is no call of the model: it goes along with functions, and is left out where nobody asks."""
     create: Any = world.client.responses.create
     clock = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
@@ -234,7 +234,7 @@ async def test_choices_functions_and_turns_without_a_question(world: StateWorld,
     assert made.output[0].type == "message"
 
 
-async def test_faults_of_the_request_name_the_tool(world: StateWorld, tool: dict[str, Any]) -> None:
+async def test_faults_of_the_request_name_the_tool(world: StateWorld, tool: Any) -> None:
     cases: list[tuple[Any, int, str]] = [
         ([{**tool, "vector_store_ids": ["vs_nothing"]}], 404, "tools[0].vector_store_ids"),
         ([{**tool, "vector_store_ids": []}], 400, "tools[0].vector_store_ids"),
@@ -245,13 +245,18 @@ async def test_faults_of_the_request_name_the_tool(world: StateWorld, tool: dict
     for tools, status, field in cases:
         with pytest.raises(openai.APIStatusError) as caught:
             await world.client.responses.create(model="tiny", input="cards?", tools=tools)
-        assert (caught.value.status_code, caught.value.body["param"]) == (status, field)  # pyright: ignore
+        error: Any = caught.value.body
+        assert (caught.value.status_code, error["param"]) == (status, field)
     with pytest.raises(openai.NotFoundError):
-        await world.other.responses.create(model="tiny", input="cards?", tools=[tool])  # pyright: ignore
+        await world.other.responses.create(model="tiny", input="cards?", tools=[tool])
 
 
-async def test_filters_and_thresholds_are_those_of_the_search(world: StateWorld, tool: dict[str, Any]) -> None:
-    wanted = {**tool, "filters": {"type": "eq", "key": "year", "value": 1}, "ranking_options": {"score_threshold": 0.1}}
-    made = await world.client.responses.create(model="tiny", input="cards?", tools=[wanted])  # pyright: ignore
+async def test_filters_and_thresholds_are_those_of_the_search(world: StateWorld, tool: Any) -> None:
+    wanted: Any = {
+        **tool,
+        "filters": {"type": "eq", "key": "year", "value": 1},
+        "ranking_options": {"score_threshold": 0.1},
+    }
+    made = await world.client.responses.create(model="tiny", input="cards?", tools=[wanted])
     assert search_in(made).status == "completed"
     assert not re.search(r"\[1\]", world.prompt())
