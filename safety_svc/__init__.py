@@ -19,6 +19,7 @@ prefilter.py         the strings by which routers recognize text that they need 
 builtin_policy.toml  the policy that is used when none is configured
 guardrails.py        asks services of others about prompts
 audit.py             reports what was found
+whatif.py            what a policy does with recorded texts
 metrics.py           the Prometheus metrics
 __main__.py          the command `python -m safety_svc`
 """

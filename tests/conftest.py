@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
+import structlog
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.model_runner import ModelRunner
@@ -33,8 +34,8 @@ NEEDS_TORCH = (
     "property/test_call_guides.py",
     "property/test_torch_*",
 )
-"""Quick tests that are left out where the embedded engine is not installed, and by `make unit`: torch takes each process
-seconds to import."""
+"""Quick tests that are left out where the embedded engine is not installed, and by `make unit`, since torch takes each
+process seconds to import."""
 HAS_TORCH = importlib.util.find_spec("torch") is not None and "TEST_WITHOUT_TORCH" not in os.environ
 collect_ignore_glob = [] if HAS_TORCH else list(NEEDS_TORCH)
 
@@ -46,6 +47,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # others need. Engines set their own number all the same.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# With the values of all variables, which is structlog's own way of showing one, a stack trace takes a second.
+structlog.configure(
+    [
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # A busy machine is no reason to fail; pytest-timeout finds what hangs. The examples are the same in every run, so that
 # a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others. Tests say how many

@@ -48,6 +48,8 @@ from router.core.health.migrator import Migrator
 from router.core.live import LiveRequest, StreamClient
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement import PlacementPlan, built_in_policy
+from router.core.placement.candidates import CandidateBuilder
+from router.core.placement.eligibility import Eligibility
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.deferred_frames import DeferredFrames
@@ -81,15 +83,10 @@ class RouterCore:
         fair_shares = FairShares(
             config.fairness, self._fleet, self._ledger, config.classes, sends_at_once=policy.hold is None
         )
+        eligibility = Eligibility(self._fleet, fair_shares.must_leave_room, fair_shares.may_leave_room)
+        candidates = CandidateBuilder(eligibility, self._index, self._ledger)
         self._placer = Placer(
-            self._fleet,
-            self._index,
-            self._ledger,
-            policy,
-            seed,
-            fair_shares.must_leave_room,
-            fair_shares.may_leave_room,
-            config.decision_sample_share,
+            self._fleet, eligibility, candidates, self._ledger, policy, seed, config.decision_sample_share
         )
         self._attempt_sender = AttemptSender(
             self._fleet,

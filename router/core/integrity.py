@@ -87,7 +87,7 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     for live in lines:
         assert live.num_open_choices
         assert live.pending
-        assert placer.eligible(live) or live.unschedulable_at is not None
+        assert placer.eligibility.eligible(live) or live.unschedulable_at is not None
         assert live.queue_id is not None
         if live.queue_id.shard_id:
             held[live.queue_id.shard_id].add(live.request.request_id)
@@ -98,11 +98,11 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
         else:
             assert live.prefill_chunk is None
             turn = (live.queue_id, live.priority_class.name, live.request.tenant, live.request.fairness_id)
-            if not placer.any_has_room(live):
+            if not placer.eligibility.any_has_room(live):
                 stopped.add(turn)
             others_wait = lines.num_waiting(live.request.model) > lines.num_in(live.queue_id)
             may_wait = turn in stopped or (live.queue_id.is_parked and others_wait)
-            assert may_wait or not placer.can_run(live)
+            assert may_wait or not placer.eligibility.can_run(live)
     for shard_id, request_ids in held.items():
         assert ledger.view(shard_id).held.keys() == request_ids
 

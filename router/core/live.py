@@ -18,6 +18,7 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
     ResultCacheUse,
 )
+from kvloom_common.text.block_hash import block_hashes, root_hash
 from router.core.events import CachedChoice, ChoiceSpec, Request, ShardDescription, TextFilter, TierRank, class_of
 from router.core.frames import Finish, Step
 from router.core.load.load_view import ReservationKey
@@ -378,6 +379,18 @@ class LiveRequest(msgspec.Struct, eq=False):
         if len(pending) == 1:
             return num_tokens + len(pending[0].output_token_ids)
         return num_tokens + max((len(choice.output_token_ids) for choice in pending), default=0)
+
+    def prompt_hashes(self, block_size: int) -> Sequence[int]:
+        """Returns the hashes of the full blocks of its prompt, for shards with blocks of that many tokens."""
+        hashes = self.hashes.get(block_size)
+        if hashes is None and self.request.block_hashes is not None:
+            hashes = self.request.block_hashes.get(block_size)
+        if hashes is None:
+            adapter, salt = self.request.adapter, self.request.cache_salt
+            root = root_hash(self.request.model, "" if adapter is None else adapter.checksum, salt)
+            hashes = block_hashes(self.request.prompt_token_ids, block_size, root)
+            self.hashes[block_size] = hashes
+        return hashes
 
     @property
     def max_cached_tokens(self) -> int | None:

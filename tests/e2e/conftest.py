@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_encoder
-from tests.e2e.fabric import RunningFabric, eventually
+from tests.e2e.fabric import START_TIMEOUT_SECONDS, RunningFabric, eventually
 from tools.supervisor.free_ports import pick_free_ports
 
+FOLDER = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SIM_STEP_SECONDS = 0.05
 """Long against the way of a cancellation through the processes, so that tests can count steps."""
@@ -76,6 +77,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if "PYTEST_XDIST_WORKER" in os.environ and _group(item) != _group(nextitem):
         while _SHARED:
             _SHARED.pop().stop()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of a group waits for its fabric, whose engines compile their kernels where that was never done: on
+    a slow CPU that other tests share this takes over two minutes."""
+    for item in items:
+        if item.path.parent == FOLDER and _group(item) is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(START_TIMEOUT_SECONDS + 60))
 
 
 def _group(item: pytest.Item | None) -> str | None:

@@ -29,7 +29,7 @@ from tools.supervisor.state import FabricState, RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
-START_TIMEOUT_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 300.0
 
 
 def kvloom_environment(data_dir: Path, **settings: str) -> dict[str, str]:

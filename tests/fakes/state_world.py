@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from edge_http.orchestrator_link import OrchestratorLink
 from kvloom.v1 import orchestrator_service_pb2_grpc
 from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
 from kvloom_common.database.database import Database
+from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
@@ -26,6 +27,8 @@ from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
+from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
@@ -75,19 +78,27 @@ class StateWorld:
 
 
 @contextlib.asynccontextmanager
-async def state_world(database_url: str, folder: Path, **settings: Any) -> AsyncIterator[StateWorld]:
+async def state_world(
+    database_url: str, folder: Path, more_models: Sequence[ServedModel] = (), **settings: Any
+) -> AsyncIterator[StateWorld]:
+    """`more_models`: those that the edge has besides "tiny"."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
+        callers = callers_of(folder, two_organisations())
+        edge = await stack.enter_async_context(edge_world(callers=callers, more_models=more_models))
+        address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         config = OrchestratorConfig(enabled=True, port=port, **settings)
         contents = FileContents(config, folder)
         logs = ResponseLogs()
-        servicer = OrchestratorServicer(database, config, contents, logs, lambda: None, lambda: world.now)
+        edges = Edges(KvloomConfig(), "searches", NO_SECRET, address)
+        await stack.enter_async_context(following(edges))
+        searcher = Searcher(database, FabricEncoder(edges))
+        servicer = OrchestratorServicer(database, config, contents, searcher, logs, lambda: None, lambda: world.now)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
-        edge = await stack.enter_async_context(edge_world(callers=callers_of(folder, two_organisations())))
         link = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
         edge.edge.orchestrator = link
         await stack.enter_async_context(following(link))
@@ -97,7 +108,6 @@ async def state_world(database_url: str, folder: Path, **settings: Any) -> Async
             )
             for key in (SEARCH_KEY, OTHER_KEY)
         ]
-        address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         world = StateWorld(
             edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs
         )

@@ -133,7 +133,7 @@ class Arrivals:
             live.cached, live.result_cache = (), RESULT_CACHE_USE_MISS
         finished = [choice for choice in live.choices if choice.num_resumed_tokens >= limit and not choice.is_done]
         needs_shard = len(finished) < live.num_open_choices
-        open_shards = self._placer.open_shards(live) if needs_shard else []
+        open_shards = self._placer.eligibility.open_shards(live) if needs_shard else []
         is_parked = (
             live.priority_class.rank > MAX_PLACED_RANK
             and needs_shard

@@ -1,6 +1,9 @@
 """When a placed request is sent to its shard.
 
 dispatch_queue.py    which requests wait in the router, and when each one is sent
+backlog.py           whether a shard gets more of what waits for it, and when it will
+parking.py           when requests that are not urgent are placed although more urgent ones wait
+replacement.py       other shards for requests that wait for one
 idle_bound.py        how long a request may wait beside a shard that has nothing to do
 openings.py          when each shard with a queue takes more
 waiting_queues.py    the queues themselves: by class, then by the service that tenants have had

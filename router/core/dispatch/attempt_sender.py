@@ -108,7 +108,7 @@ class AttemptSender:
             self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         elif live.left_at is not None:
             live.moves, live.left_at = live.moves.after_wait(now - live.left_at), None
-        hashes = self._placer.hashes(live, candidate.block_size)
+        hashes = live.prompt_hashes(candidate.block_size)
         if not live.num_ready_tokens:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
         tenant = None if request.tier is SHADOW_TIER else request.tenant
@@ -161,7 +161,7 @@ class AttemptSender:
         return self.legs.begin(live, candidate, now)
 
     def _tell_leg(self, live: LiveRequest, shard: Shard, now: float) -> None:
-        self._tell_decision(live, shard, 0, self._placer.hashes(live, shard.description.block_size), now)
+        self._tell_decision(live, shard, 0, live.prompt_hashes(shard.description.block_size), now)
 
     def send_prefill_chunk(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
@@ -171,7 +171,7 @@ class AttemptSender:
             self.service.note_first_dispatch(live, candidate.num_prefill_tokens, now)
         is_first = not live.num_ready_tokens
         if is_first:
-            self._tell_decision(live, shard, 1, self._placer.hashes(live, candidate.block_size), now)
+            self._tell_decision(live, shard, 1, live.prompt_hashes(candidate.block_size), now)
         live.num_prefill_chunks += 1
         live.num_ready_tokens = num_tokens
         name, num_cached = str(live.num_prefill_chunks), candidate.num_overlap_tokens
@@ -195,7 +195,7 @@ class AttemptSender:
         """Have a shard compute the first `num_tokens` tokens of the prompt, and one that no client gets. `num_cached`
         of them are there; None: they are for other requests. Returns the attempt and its slot."""
         block_size, is_own = shard.description.block_size, num_cached is not None
-        hashes = self._placer.hashes(live, block_size)[: num_tokens // block_size]
+        hashes = live.prompt_hashes(block_size)[: num_tokens // block_size]
         request = preparing(
             live.request,
             name,

@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvloom_common.class_rank import INTERACTIVE_RANK
+from router.core.dispatch.backlog import Backlogs
 from router.core.dispatch.fair_shares import MIN_COMPETING_TOKENS, FairShares, Preemption
 from router.core.dispatch.idle_bound import REPLACE_SECONDS
 from router.core.dispatch.openings import Openings
+from router.core.dispatch.parking import ParkingRules
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
+from router.core.dispatch.replacement import Replacements
 from router.core.dispatch.service_counters import ServiceCounters
 from router.core.dispatch.ttft_order import ttft_order
 from router.core.dispatch.waiting_queues import WaitingQueues, flow_of
@@ -29,15 +31,6 @@ from router.core.placement.predict import predict
 
 MAX_REPLACED: Final = 64
 """The most requests of a model that are placed again at a time."""
-MAX_STEAL_CANDIDATES: Final = 4
-"""Requests of other queues that are considered when a shard runs out of work."""
-MAX_FILLED_UTILISATION: Final = 0.5
-"""A shard beyond this utilisation gets no less urgent requests while more urgent ones wait for other shards: they would
-slow down the decoding of those (docs/concepts/class-placement.md)."""
-MAX_PASSED_SECONDS: Final = 5.0
-"""How long a request that waits for KV blocks is passed by smaller ones."""
-MIN_TICK_SECONDS: Final = 0.001
-"""An estimate that repeatedly returns `now` must not make time stand still."""
 
 
 class AttemptTarget(Protocol):
@@ -78,11 +71,15 @@ class DispatchQueue:
         self._fleet = fleet
         self._ledger = ledger
         self._placer = placer
+        self._eligibility = placer.eligibility
         self._sender = sender
         self._prefill_chunks = prefill_chunks
         self._fair_shares = fair_shares
         self._service = service
         self._hold = placer.hold
+        self._backlogs = Backlogs(ledger, self.queues, placer.hold)
+        self._parking = ParkingRules(fleet, ledger, self.queues, lets_wait=placer.hold is not None)
+        self._replacements = Replacements(fleet, ledger, placer, self.queues, self._backlogs, fair_shares)
         self._dirty_shards: dict[str, None] = {}
         """Shards that may have room since `serve` last ran, or since a request began to wait where none did."""
         self._openings = Openings()
@@ -94,7 +91,7 @@ class DispatchQueue:
 
     def enter(self, live: LiveRequest, now: float) -> None:
         """Place the request: it is sent at once, or waits for its shard, or for any shard."""
-        self.place(live, self._placer.open_shards(live), now)
+        self.place(live, self._eligibility.open_shards(live), now)
 
     def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
         """Like `enter`, for a caller that knows the shards which could run the request and have room."""
@@ -116,7 +113,9 @@ class DispatchQueue:
             return False
         parked = _parked(live)
         rank = live.priority_class.rank
-        return not self._parked_may_go(parked, rank, now) or any(map(self._placer.can_run, self.queues.queue(parked)))
+        return not self._parking.may_go(parked, rank, now) or any(
+            map(self._eligibility.can_run, self.queues.queue(parked))
+        )
 
     def park(self, live: LiveRequest, now: float) -> None:
         """Leave the request unplaced while more urgent ones wait."""
@@ -176,7 +175,7 @@ class DispatchQueue:
 
     def unschedulable(self) -> list[LiveRequest]:
         """Requests that wait although no ready shard could ever run them."""
-        return [live for live in self.queues if not self._placer.eligible(live)]
+        return [live for live in self.queues if not self._eligibility.eligible(live)]
 
     def engine_wait_seconds(self, model: str, now: float) -> float:
         """How long a request that is sent now waits in the engine of the least loaded shard. Almost nothing under a
@@ -269,7 +268,7 @@ class DispatchQueue:
     def _serve_parked(self, queue_id: QueueId, now: float) -> None:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
-        while queue_id in self.queues and self._parked_may_go(queue_id, self.queues.rank_of(queue_id), now):
+        while queue_id in self.queues and self._parking.may_go(queue_id, self.queues.rank_of(queue_id), now):
             live = self._take_for_any(queue_id, now)
             if live is None:
                 break
@@ -298,40 +297,7 @@ class DispatchQueue:
         if self.queues.num_flows(queue_id) > 1:
             self._count_service(queue_id.model, now)
         urgency = ttft_order(lambda _: 0.0, now) if self.queues.num_with_objectives else None
-        return self.queues.take(queue_id, self._placer.can_run, urgency, self._placer.any_has_room, now)
-
-    def _parked_may_go(self, queue_id: QueueId, rank: int, now: float) -> bool:
-        model, queues = queue_id.model, self.queues
-        shards = self._fleet.ready(model)
-        if queues.num_waiting(model, rank - 1) and not any(self._may_fill(shard, now) for shard in shards):
-            return False
-        return self._may_place_more(model, len(shards)) and any(shard.has_room for shard in shards)
-
-    def _may_place_more(self, model: str, num_shards: int) -> bool:
-        """True when fewer requests than shards are placed and not sent. Those that no shard can run any more are not
-        placed: they would keep the parked ones waiting beside an idle shard."""
-        queues = self.queues
-        num_placed = queues.num_waiting(model) - sum(
-            queues.num_in(other) for other in queues.queue_ids if other.is_parked and other.model == model
-        )
-        if num_placed < num_shards:
-            return True
-        num_stuck = sum(live.unschedulable_at is not None for live in queues.queue(QueueId(model)))
-        return num_placed - num_stuck < num_shards
-
-    def _may_fill(self, shard: Shard, now: float) -> bool:
-        """True when the shard has little prefill and none at present, although more urgent requests wait for others.
-        What fills it gives way at the next step."""
-        model, view = shard.description.model, self._ledger.view(shard.shard_id)
-        return (
-            self._hold is not None
-            and view.yield_tokens > 0
-            and not view.num_queued_prefill_tokens
-            and view.busy.per_second(now) < MAX_FILLED_UTILISATION
-            and shard.has_room
-            and QueueId(model, shard.shard_id) not in self.queues
-            and QueueId(model) not in self.queues
-        )
+        return self.queues.take(queue_id, self._eligibility.can_run, urgency, self._eligibility.any_has_room, now)
 
     # -- queues of shards ------------------------------------------------------------------------------------------
 
@@ -341,12 +307,12 @@ class DispatchQueue:
             # The client of a choice that has already run has begun to read, and KV waits elsewhere for a short time.
             self._sender.send(live, shard, candidate, now)
             return
-        is_open = self._is_open(shard, live.priority_class.rank, now)
+        is_open = self._backlogs.is_open(shard, live.priority_class.rank, now)
         is_alone = QueueId(shard.description.model, shard.shard_id) not in self.queues
         if (
             is_open
             and is_alone
-            and not (candidate.memory_wait_seconds and not self._can_hold(shard, candidate))
+            and not (candidate.memory_wait_seconds and not self._backlogs.can_hold(shard, candidate))
             and not self._fair_shares.must_defer(shard, live.request.tenant)
             and self._next_prefill_chunk(live, shard, candidate) is None
         ):
@@ -355,35 +321,6 @@ class DispatchQueue:
         self._wait_for(live, shard, candidate, now)
         if is_open:  # those that wait are compared with the newcomer
             self._serve_shard(shard, now)
-
-    def _is_open(self, shard: Shard, class_rank: int, now: float) -> bool:
-        """True when the shard gets more of that rank, or of more urgent ones. Prefill that gives way to it at the next
-        step does not count."""
-        assert self._hold is not None
-        view = self._ledger.view(shard.shard_id)
-        if view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
-            return shard.has_room
-        if view.ranked_work:
-            yielding_seconds, num_yielding_tokens = view.yielding(class_rank, now)
-            if view.num_queued_prefill_tokens - num_yielding_tokens <= self._hold.backlog_tokens:
-                return shard.has_room
-            return shard.has_room and view.queue_seconds(now) - yielding_seconds <= self._backlog_seconds(view)
-        return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
-
-    def _opens_for(self, shard: Shard, live: LiveRequest, now: float) -> bool:
-        """True when a shard that is open for the most urgent request in its queue is for this one too."""
-        return not self._ledger.view(shard.shard_id).ranked_work or self._is_open(shard, live.priority_class.rank, now)
-
-    def _most_urgent_rank(self, queue_id: QueueId) -> int:
-        """Returns the most urgent rank of the requests that wait there; for an empty queue that of interactive
-        requests."""
-        ranks = (live.priority_class.rank for live in self.queues.queue(queue_id))
-        return min(ranks, default=INTERACTIVE_RANK)
-
-    def _backlog_seconds(self, view: LoadView) -> float:
-        assert self._hold is not None
-        is_shared = view.foreign_running or view.foreign_waiting
-        return self._hold.shared_backlog_seconds if is_shared else self._hold.backlog_seconds
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
@@ -401,32 +338,16 @@ class DispatchQueue:
         """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, and one
         that is open and yet gets none of what waits, is opened by an event: what has a prefill chunk there, or finds
         no blocks, or has to leave the turn to others, does not change with time alone."""
-        self._openings.set(shard.shard_id, now + self._opens_in(shard, now) if shard.has_room else math.inf)
-
-    def _opens_in(self, shard: Shard, now: float) -> float:
-        """In how many seconds the shard gets more of what waits for it; infinity: not before an event."""
-        assert self._hold is not None
-        view = self._ledger.view(shard.shard_id)
-        wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
-        if view.ranked_work:
-            waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
-            ranks = [live.priority_class.rank for live in waiting if live.prefill_chunk is None]
-            if not ranks:
-                return math.inf
-            wait_seconds -= view.yielding(min(ranks), now)[0]
-        if wait_seconds <= 0 or view.num_queued_prefill_tokens <= self._hold.backlog_tokens:
-            return math.inf
-        return max(wait_seconds, MIN_TICK_SECONDS)
+        self._openings.set(shard.shard_id, now + self._backlogs.opens_in(shard, now) if shard.has_room else math.inf)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
-        hold = self._hold
-        assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
-        view = self._ledger.view(shard.shard_id)
-        while self._is_open(shard, self._most_urgent_rank(queue_id) if view.ranked_work else INTERACTIVE_RANK, now):
+        while self._backlogs.is_open_for_first(shard, now):
             live = self._take(shard, queue_id, now)
             if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):
-                live = self._steal(shard, now)  # otherwise the shard has to finish prefill first
+                live = self._replacements.stealable(shard, now)  # otherwise the shard has to finish prefill first
+                if live is not None:
+                    self.leave(live)
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -484,14 +405,14 @@ class DispatchQueue:
         def shortest_first(live: LiveRequest) -> float:
             return live.own_seconds - hold.aging * (now - live.arrived_at)
 
-        fits = self._fits_now(queue_id, now)
+        fits = self._backlogs.fits_now(queue_id, now)
         live = self.queues.take(
             queue_id,
             lambda live: (
                 live.prefill_chunk is None
                 and fits(live)
                 and not must_leave_room(shard, live)
-                and self._opens_for(shard, live, now)
+                and self._backlogs.opens_for(shard, live, now)
             ),
             ttft_order(shortest_first, now) if self.queues.num_with_objectives else shortest_first,
             self._turn_on(shard),
@@ -501,101 +422,16 @@ class DispatchQueue:
             self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
         return live
 
-    def _can_hold(self, shard: Shard, candidate: Candidate) -> bool:
-        """Returns true if the shard has KV blocks for a request that would be sent now."""
-        return self._ledger.view(shard.shard_id).can_hold(candidate.num_needed_blocks)
-
-    def _fits_now(self, queue_id: QueueId, now: float) -> Callable[[LiveRequest], bool]:
-        """Returns a check that the shard has KV blocks for a request that waits for it. In an engine's queue it would
-        make all later ones wait; here those that fit pass it, but only for some seconds, or a large one would never
-        find room."""
-        view = self._ledger.view(queue_id.shard_id)
-        num_free = view.num_free_blocks
-        if view.held.num_blocks <= num_free:
-            return lambda _: True  # as nearly always
-        held = view.held
-        patient_since = min(
-            (
-                live.arrived_at
-                for live in self.queues.queue(queue_id)
-                if now - live.arrived_at > MAX_PASSED_SECONDS
-                and not view.can_hold(held[live.request.request_id].num_needed_blocks)
-            ),
-            default=math.inf,
-        )
-        return lambda live: (
-            live.arrived_at <= patient_since and view.can_hold(held[live.request.request_id].num_needed_blocks)
-        )
-
-    def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
-        """Take a request out of the longest queue that is better off on this shard by now."""
-        model = shard.description.model
-        own = shard.shard_id
-        views = self._ledger.views
-        longest, longest_seconds = None, -1.0
-        for other in self.queues.queue_ids:
-            if other.shard_id and other.shard_id != own and other.model == model:
-                seconds = views[other.shard_id].held.seconds
-                if seconds > longest_seconds:
-                    longest, longest_seconds = other, seconds
-        if longest is None:
-            return None
-        waiting = sorted(
-            (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
-            key=lambda live: (live.priority_class.rank, live.own_seconds),
-        )
-        for live in waiting[:MAX_STEAL_CANDIDATES]:
-            can_go = (
-                self._placer.fits(live, shard)
-                and self._placer.has_room(shard, live)
-                and self._opens_for(shard, live, now)
-                and not self._fair_shares.must_defer(shard, live.request.tenant)
-            )
-            if not can_go:
-                continue
-            picked, candidate = self._pick_again(live, [shard], now)
-            if picked is shard and self._can_hold(shard, candidate):
-                self.leave(live)
-                return live
-        return None
-
-    def _pick_again(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
-        """The shard that the request would be placed on if it came now: the one that it waits for, or one of `others`.
-        It does not queue behind itself."""
-        assert live.queue_id is not None
-        target = self._fleet.shards[live.queue_id.shard_id]
-        held, request_id = self._ledger.view(target.shard_id).held, live.request.request_id
-        own_place = held.pop(request_id)
-        picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
-        held[request_id] = own_place
-        return picked
-
-    def _idle_instead(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
-        """The shard with nothing to do that a request goes to which has waited for as long as its prefill takes there,
-        whatever is predicted for the one that it waits for. Whoever waits no longer than the alternative takes loses
-        at most as much again (ski rental), and so no prediction, however wrong, keeps it beside an idle shard."""
-        picked = self._cheapest_idle(live, open_shards, now)
-        if picked is None:
-            return None
-        is_due = now - live.arrived_at >= picked[1].own_seconds + picked[1].adapter_wait_seconds
-        return picked if is_due else None
-
     def go_to_idle(self, live: LiveRequest, now: float) -> bool:
         """Send a request that waits for a shard to one that has nothing to do; returns false if there is none."""
         if live.queue_id is None or not live.queue_id.shard_id:
             return False
-        picked = self._cheapest_idle(live, self._placer.open_shards(live), now)
+        picked = self._replacements.cheapest_idle(live, self._eligibility.open_shards(live), now)
         if picked is None:
             return False
         self.leave(live)
         self._settle(live, *picked, now)
         return True
-
-    def _cheapest_idle(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
-        """Returns the cheapest of those shards that have nothing to do; None: all of them have."""
-        idle_ids = self._ledger.idle()
-        idle = [shard for shard in open_shards if shard.shard_id in idle_ids] if idle_ids else []
-        return self._placer.pick_among(idle, live, now) if idle else None
 
     def _place_again(self, model: str, now: float) -> None:
         """Place again those of a model that have waited for long since their last placement, the earliest first. A
@@ -615,10 +451,10 @@ class DispatchQueue:
             if live.queue_id is None:  # an earlier one may have taken it out of its queue
                 continue
             live.placed_at = now
-            open_shards = self._placer.open_shards(live)
-            shard, candidate = self._pick_again(live, open_shards, now)
+            open_shards = self._eligibility.open_shards(live)
+            shard, candidate = self._replacements.pick_again(live, open_shards, now)
             if shard.shard_id == live.queue_id.shard_id:
-                shard, candidate = self._idle_instead(live, open_shards, now) or (shard, candidate)
+                shard, candidate = self._replacements.idle_instead(live, open_shards, now) or (shard, candidate)
             if shard.shard_id == live.queue_id.shard_id:
                 view = self._ledger.view(shard.shard_id)
                 _hold(view, live, candidate.own_seconds, candidate.num_needed_blocks)

@@ -129,7 +129,7 @@ class PrefillHandoffs:
             and not shard.is_suspected
             and shard.description.max_model_len >= live.min_window
             and (adapter is None or shard.adapters.has(adapter))
-            and self._placer.has_room(shard, live)
+            and self._placer.eligibility.has_room(shard, live)
             and any(other.can_fetch_from(shard.description) for other in ready)
         ]
 
@@ -153,7 +153,7 @@ class PrefillHandoffs:
             class_rank=live.priority_class.rank,
         )
         self._ledger.reserve(attempt.key, reservation)
-        hashes = self._placer.hashes(live, candidate.block_size)
+        hashes = live.prompt_hashes(candidate.block_size)
         if not request.discards_blocks:
             self._index.place(shard.shard_id, hashes, now)
         if request.adapter is not None:

@@ -83,7 +83,7 @@ class PrefixCopies:
         if saved_seconds < MIN_GAIN_SHARE * num_tokens * view.speed.seconds_per_token:
             return None
         num_blocks = num_tokens // candidate.block_size
-        hashes = self._placer.hashes(live, candidate.block_size)
+        hashes = live.prompt_hashes(candidate.block_size)
         num_sharing = view.num_sharing(hashes, num_blocks)
         if num_sharing < MIN_SHARING:
             return None
@@ -104,7 +104,7 @@ class PrefixCopies:
         idle_ids = self._ledger.idle()
         if not idle_ids:
             return None
-        shards = self._placer.open_shards(live)
+        shards = self._placer.eligibility.open_shards(live)
         idle = [shard for shard in shards if shard.shard_id in idle_ids]
         if not idle or self._ledger.num_copies[live.request.model] >= max(1, len(idle) // IDLE_PER_COPY):
             return None

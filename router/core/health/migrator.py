@@ -65,5 +65,7 @@ class Migrator:
         return True
 
     def _has_place(self, live: LiveRequest, shard: Shard) -> bool:
-        others = (other for other in self._placer.eligible(live) if other is not shard and not other.is_suspected)
-        return any(self._placer.has_room(other, live) for other in others)
+        others = (
+            other for other in self._placer.eligibility.eligible(live) if other is not shard and not other.is_suspected
+        )
+        return any(self._placer.eligibility.has_room(other, live) for other in others)

@@ -1,6 +1,8 @@
 """Chooses the shard on which a request is placed: filters, then a cost whose terms have names, then the cheapest shard.
 
-placer.py        Placer: filters the shards, prices them with a policy, picks the cheapest
+placer.py        Placer: prices the shards with a policy, picks the cheapest
+eligibility.py   which shards could run a request, and why others could not
+candidates.py    a shard as a request sees it
 plan.py          the explanation of a placement
 predict.py       the prediction that a placement makes
 policy.py        what a policy sees of a shard and of a request, and what it returns

@@ -25,6 +25,7 @@ from lab.dst.checkers import (
 from router.core.admission.arrivals import Arrivals
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.dispatch.replacement import Replacements
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request, ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
@@ -33,7 +34,7 @@ from router.core.frames import Step
 from router.core.live import Choice, LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement.ect import Ect
-from router.core.placement.placer import Placer
+from router.core.placement.eligibility import Eligibility
 from router.core.placement.policy import Candidate
 from router.core.relay import lifecycle
 from router.core.relay.lifecycle import Lifecycle
@@ -227,10 +228,10 @@ def sends_the_next_prefill_chunk_early(patch: Patch) -> None:
 def continues_on_any_variant(patch: Patch) -> None:
     """An answer continues on the cheapest shard, although its tokens are others there."""
 
-    def open_shards(self: Placer, live: LiveRequest) -> list[Shard]:
+    def open_shards(self: Eligibility, live: LiveRequest) -> list[Shard]:
         return [shard for shard in self.eligible(live) if shard.has_room]
 
-    patch.setattr(Placer, "open_shards", open_shards)
+    patch.setattr(Eligibility, "open_shards", open_shards)
 
 
 @caught_by(VariantsKept, max_seeds=200)
@@ -248,6 +249,6 @@ def believes_its_predictions_for_ever(patch: Patch) -> None:
         return (0.0, c.own_seconds, *(0.0,) * (len(Ect.terms) - 2))
 
     patch.setattr(Ect, "_cost", cost)
-    patch.setattr(DispatchQueue, "_idle_instead", lambda *_: None)
-    patch.setattr(DispatchQueue, "_steal", lambda *_: None)
+    patch.setattr(Replacements, "idle_instead", lambda *_: None)
+    patch.setattr(Replacements, "stealable", lambda *_: None)
     patch.setattr(DispatchQueue, "_take", lambda *_: None)

@@ -48,7 +48,7 @@ def takes_a_queue_place_without_need(patch: Patch) -> None:
         request = event.request
         if self.refusal(request) is None and request.request_id not in self._lifecycle.requests:
             live = LiveRequest(request, self._lifecycle.client(request.client_id), now)
-            if not self._placer.can_run(live):
+            if not self._placer.eligibility.can_run(live):
                 self._make_queue_place(live, now)
         original(self, event, now)
 

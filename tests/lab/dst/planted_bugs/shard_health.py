@@ -11,7 +11,7 @@ from router.core.fleet.fleet import Shard
 from router.core.fleet.shard_health import ShardHealth
 from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
-from router.core.placement.placer import Placer
+from router.core.placement.eligibility import Eligibility
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
 
@@ -43,9 +43,9 @@ def suspects_every_shard(patch: Patch) -> None:
 @caught_by(PlacementsFit)
 def trusts_suspected_shards(patch: Patch) -> None:
     """A suspected shard gets new work like any other."""
-    original = Placer.eligible
+    original = Eligibility.eligible
 
-    def eligible(self: Placer, live: Any) -> list[Shard]:
+    def eligible(self: Eligibility, live: Any) -> list[Shard]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Shard, "is_suspected", property(lambda _shard: False))
             self._fleet.note_readiness()
@@ -53,4 +53,4 @@ def trusts_suspected_shards(patch: Patch) -> None:
         self._fleet.note_readiness()
         return shards
 
-    patch.setattr(Placer, "eligible", eligible)
+    patch.setattr(Eligibility, "eligible", eligible)

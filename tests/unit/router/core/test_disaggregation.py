@@ -147,7 +147,7 @@ def test_a_prompt_that_the_shard_of_the_answer_has_cached_is_not_split():
     """Only what it would have to compute counts."""
     rig = rig_of("p0", "d0")
     whole = begin(rig)
-    hashes = rig.core._placer.hashes(rig.core._lifecycle.requests["r"], 4)
+    hashes = rig.core._lifecycle.requests["r"].prompt_hashes(4)
     rig.handle(KvSnapshotArrived("d0", 1, list(hashes)))
     assert whole.prefill_only
     assert not begin(rig, request_id="r2", slots=(2,)).prefill_only

@@ -11,7 +11,8 @@ import pytest
 from router.core.actions import Action, PlacementDecided, SubmitAttempt
 from router.core.core import CoreConfig
 from router.core.dispatch.openings import Openings
-from router.core.placement.placer import MAX_EXPLAINED, Placer
+from router.core.placement.candidates import CandidateBuilder
+from router.core.placement.placer import MAX_EXPLAINED
 from router.core.placement.plan import Pick
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Call, SimulationResult
@@ -98,14 +99,14 @@ def test_no_request_is_looked_at_again_while_nothing_changes() -> None:
 def test_few_shards_of_a_large_fleet_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is cached somewhere was compared with every shard of the fleet."""
     num_scored = 0
-    original = Placer._candidate
+    original = CandidateBuilder.one
 
-    def count(self: Placer, *args: object) -> object:
+    def count(self: CandidateBuilder, *args: object) -> object:
         nonlocal num_scored
         num_scored += 1
         return original(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Placer, "_candidate", count)
+    monkeypatch.setattr(CandidateBuilder, "one", count)
     num_calls, num_shards = 120, 128
     run(Prompts(num_calls, 2.0, 3, 1), num_shards)
     assert num_scored < num_calls * num_shards / 8

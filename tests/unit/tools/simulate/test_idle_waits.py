@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.idle_bound import MAX_IDLE_WAIT_SECONDS
+from router.core.dispatch.replacement import Replacements
 from router.core.fleet.fleet import Shard
 from router.core.live import LiveRequest
 from router.core.placement.placer import Placer
@@ -79,5 +79,5 @@ def test_a_router_that_lets_requests_wait_beside_idle_shards_is_found_out(monkey
 
     monkeypatch.setattr(Placer, "pick", always_the_first)
     monkeypatch.setattr(Placer, "pick_among", always_the_first)
-    monkeypatch.setattr(DispatchQueue, "_idle_instead", lambda *_: None)
+    monkeypatch.setattr(Replacements, "idle_instead", lambda *_: None)
     assert simulate(workload, options).num_waited_beside_idle > 3
