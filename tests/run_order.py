@@ -4,7 +4,8 @@ processes end together."""
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from _pytest.nodeid import NodeId
@@ -22,7 +23,7 @@ class FilesAndGroups(LoadGroupScheduling):
         return nodeid.partition("::")[0] if scope == nodeid else scope
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndGroups:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndGroups:
     return FilesAndGroups(config, log)
 
 
@@ -39,7 +40,7 @@ def seconds_by_group(items: list[pytest.Item]) -> dict[str, float]:
     """What is recorded of a file counts for its tests in equal parts, since they may belong to several groups."""
     record = recorded()
     num_tests = Counter(map(_file_of, items))
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for item in items:
         seconds[group_of(item)] += record.get(_file_of(item), 0.0) / num_tests[_file_of(item)]
     return seconds

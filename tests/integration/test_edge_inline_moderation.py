@@ -83,7 +83,8 @@ async def test_a_stream_has_them_in_a_chunk_of_their_own(world: EdgeWorld, clien
     request.finish()
     chunks += [chunk async for chunk in stream]
     assert [bool(chunk.choices) for chunk in chunks[-3:]] == [True, False, False]
-    results, usage = chunks[-2].moderation, chunks[-1].usage
+    results: Any = chunks[-2].moderation
+    usage = chunks[-1].usage
     assert results is not None
     assert usage is not None
     assert results.input.type == results.output.type == "moderation_results"
@@ -97,7 +98,8 @@ async def test_a_response_has_one_result_for_each_side(world: EdgeWorld, client:
     whole = await client.responses.create(model="tiny", input="nice", moderation=asked())
     assert whole.moderation is not None
     assert whole.moderation.input.type == whole.moderation.output.type == "moderation_result"
-    assert (whole.moderation.input.flagged, whole.moderation.output.flagged) == (False, True)
+    results: Any = whole.moderation
+    assert (results.input.flagged, results.output.flagged) == (False, True)
     async with client.responses.stream(model="tiny", input="nice", moderation=asked()) as stream:  # pyright: ignore
         final = await stream.get_final_response()
     assert final.moderation == whole.moderation

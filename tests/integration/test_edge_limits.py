@@ -21,7 +21,7 @@ from tests.fakes.tenants import callers_of
 from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
-anthropic = imported_when_used("anthropic")
+anthropic: Any = imported_when_used("anthropic")
 
 STATE = LimitsState(RateState(60, 41, 19.0), RateState(40_000, 39_000, 1.5))
 HEADERS = {

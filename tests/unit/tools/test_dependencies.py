@@ -29,9 +29,8 @@ def declared() -> dict[str, Requirement]:
     found: dict[str, Requirement] = {}
     for folder in (REPOSITORY, REPOSITORY / "fabric"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        for text in sum(project.get("optional-dependencies", {}).values(), project["dependencies"]):
-            requirement = Requirement(text)
-            found[normal(requirement.name)] = requirement
+        for lines in (project["dependencies"], *project.get("optional-dependencies", {}).values()):
+            found |= {normal(requirement.name): requirement for requirement in map(Requirement, lines)}
     return found
 
 
