@@ -83,7 +83,7 @@ class BatchWork:
         errors = {"object": "list", "data": [error._asdict() for error in reader.errors]}
         failed = {"status": "failed", "failed_at": int(self._clock()), "errors": errors}
         await self._database.uninterrupted(
-            progress.finish(self._database, self._tenant, self._id, (), lambda _: failed)
+            progress.finish(self._database, self._tenant, self._id, (), lambda _: failed, self._clock())
         )
         return {**body, **failed}
 
@@ -170,7 +170,7 @@ class BatchWork:
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
-        await progress.finish(self._database, self._tenant, self._id, files, lambda _: ends)
+        await progress.finish(self._database, self._tenant, self._id, files, lambda _: ends, now)
         log.info("batch_ended", batch=self._id, tenant=self._tenant, status=status)
 
     async def _end_open_lines(self, code: str) -> None:

@@ -12,19 +12,26 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from orchestrator.database.schema import items, objects, response_events, runs
+from orchestrator.database.schema import deliveries, items, jobs, objects, response_events, runs
 from orchestrator.store import vector_files
 from orchestrator.store.pages import Page, unknown_cursor
 
 NAMES: Final[Mapping[str, str]] = {
     "response": "response",
     "conversation": "conversation",
+    "deleted_conversation": "deleted conversation",
+    "feedback": "feedback",
     "chat_completion": "chat completion",
     "file": "file",
     "batch": "batch",
     "vector_store": "vector store",
     "store_file": "file in this vector store",
     "file_batch": "file batch",
+    "prompt": "prompt",
+    "prompt_version": "version of the prompt",
+    "upload": "upload",
+    "upload_part": "upload part",
+    "webhook_endpoint": "webhook endpoint",
 }
 """The kinds of objects, and what errors call them."""
 
@@ -46,14 +53,27 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{os.urandom(24).hex()}"
 
 
+def feedback_id(response_id: str) -> str:
+    """The id of the feedback on a response."""
+    return f"feedback.{response_id}"
+
+
 def as_json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
 def new_file(
-    name: str, purpose: str, num_bytes: int, now: float, expires_at: float | None, file_id: str
+    name: str,
+    purpose: str,
+    num_bytes: int,
+    now: float,
+    expires_at: float | None,
+    file_id: str,
+    mime_type: str = "",
 ) -> StoredObject:
     body = {"filename": name, "purpose": purpose, "bytes": num_bytes}
+    if mime_type:
+        body["mime_type"] = mime_type
     return StoredObject(file_id, now, expires_at, "", purpose, body)
 
 
@@ -124,18 +144,37 @@ async def listed(
     return [_stored(row) for row in rows[: page.limit]], len(rows) > page.limit
 
 
-async def change(connection: AsyncConnection, object_id: str, body: Mapping[str, Any]) -> None:
-    await connection.execute(objects.update().where(objects.c.id == object_id).values(body=as_json(body)))
+async def change(
+    connection: AsyncConnection, object_id: str, body: Mapping[str, Any], label: str | None = None
+) -> None:
+    """`label`: the new one; None: it stays."""
+    values = {"body": as_json(body), **({} if label is None else {"label": label})}
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(values))
+
+
+async def move(connection: AsyncConnection, object_id: str, kind: str, expires_at: float | None) -> None:
+    """Makes an object one of another kind, as which it then is found."""
+    values = {"kind": kind, "expires_at": expires_at}
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(values))
+
+
+async def count(connection: AsyncConnection, tenant: str, kind: str, now: float, label: str = "") -> int:
+    """How many objects of a kind the tenant has."""
+    wanted = sa.select(sa.func.count()).where(_owned(tenant, kind, now))
+    return await connection.scalar(wanted.where(objects.c.label == label) if label else wanted) or 0
 
 
 async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
-    """Deletes objects with their items and events, vector stores with their chunks, and files from vector stores. Who
-    works at one of them notices."""
+    """Deletes objects with their items, events, deliveries and feedback, vector stores with their chunks, and files
+    from vector stores. Who works at one of them notices."""
     await vector_files.forget(connection, object_ids)
-    for column in (runs.c.response, response_events.c.response):
+    waiting = sa.select(deliveries.c.id).where(deliveries.c.endpoint.in_(object_ids))
+    await connection.execute(jobs.delete().where(jobs.c.id.in_(waiting)))
+    for column in (runs.c.response, response_events.c.response, deliveries.c.endpoint):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
     await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
-    await connection.execute(objects.delete().where(objects.c.id.in_(object_ids)))
+    told = [feedback_id(one) for one in object_ids]
+    await connection.execute(objects.delete().where(objects.c.id.in_([*object_ids, *told])))
 
 
 def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
@@ -144,5 +183,9 @@ def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
 
 
+def body_of(row: Any) -> dict[str, Any]:
+    return msgspec.json.decode(row.body)
+
+
 def _stored(row: Any) -> StoredObject:
-    return StoredObject(**{**row._mapping, "body": msgspec.json.decode(row.body)})
+    return StoredObject(**{**row._mapping, "body": body_of(row)})
