@@ -76,7 +76,7 @@ class Guardrails:
         for guardrail, action in zip(held, answers, strict=True):
             rule = guardrail.rule
             if action is None:
-                if rule.on_failure != "allow" and judge.needs(rule):
+                if judge.fails(rule):
                     hits.append(Hit(rule, 0, is_failure=True))
             elif action != "NONE" and judge.forbids(rule):
                 hits.append(Hit(rule, 0))
