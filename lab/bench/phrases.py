@@ -44,12 +44,14 @@ CASES: Final[dict[str, dict[str, bool]]] = {
 """The names of the rows, and what the rule of each asks for."""
 
 
-def run_bench(sizes: Sequence[int], num_tokens: int = NUM_TOKENS, text_chars: int = TEXT_CHARS) -> list[dict[str, Any]]:
+def run_bench(
+    sizes: Sequence[int], num_tokens: int = NUM_TOKENS, text_chars: int = TEXT_CHARS, num_words: int = NUM_WORDS
+) -> list[dict[str, Any]]:
     """Measure one list after the other. All times are readings of this thread's CPU clock."""
     draw = random.Random(1)
-    made = sorted({"".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(4 * NUM_WORDS)})
+    made = sorted({"".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(4 * num_words)})
     draw.shuffle(made)
-    words, names = made[:NUM_WORDS], made[NUM_WORDS:]
+    words, names = made[:num_words], made[num_words:]
     text = " ".join(itertools.islice(_written(words, draw), text_chars // 5))[:text_chars]
     tokens = list(itertools.islice(_tokens(words, draw), num_tokens))
     rows = [_measure("no list", None, text, tokens)]
