@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -285,7 +286,7 @@ def test_answers_of_one_request_are_judged_apart(
         frames.append(ScreenRequest(slots=slots, deltas=[waiting[slot].pop(0) for slot in slots]))
     frames.append(ScreenRequest(close_slots=list(range(len(answers)))))
     stream = Frames(frames)
-    asyncio.run(ScreenConnection(policy_file, stream, lambda _: None, Guardrails()).serve())
+    asyncio.run(ScreenConnection(policy_file, cast("Any", stream), lambda _: None, Guardrails()).serve())
     shown, halted = dict.fromkeys(range(len(answers)), 0), set[int]()
     for response in stream.written:
         shown |= dict(zip(response.slots, response.num_clear_chars, strict=True))

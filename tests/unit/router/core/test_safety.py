@@ -3,6 +3,8 @@ effect."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvloom.errors import KvloomError
@@ -195,7 +197,7 @@ def test_async_shows_at_once_and_halts() -> None:
 
 
 @pytest.mark.parametrize(("config", "screens_answers"), [({"answer_mode": "off"}, True), ({}, False)])
-def test_answers_are_not_screened_without_a_rule_or_mode(config: dict[str, str], screens_answers: bool) -> None:
+def test_answers_are_not_screened_without_a_rule_or_mode(config: dict[str, Any], screens_answers: bool) -> None:
     """Without a rule or a mode for answers, screening costs nothing."""
     rig = CoreRig(safety=(True, screens_answers), **config)
     rig.add_shard()
