@@ -31,4 +31,5 @@ tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to t
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
+vector_search.py            `kvloom-lab bench vector-search`: the index of a vector store
 """

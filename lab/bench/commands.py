@@ -24,6 +24,7 @@ from tools.cli.lazy_group import LazyGroup
         "preemption": "lab.bench.preemption:bench_preemption",
         "spot-notice": "lab.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
+        "vector-search": "lab.bench.vector_search:bench_vector_search",
         "regimes": "lab.study.regimes_command:regimes_command",
         "routing": "lab.study.command:study_command",
     },
