@@ -10,7 +10,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class OperationCall:
     """`now` is in seconds since 1970."""
 
     database: Database
-    contents: FileContents
+    contents: TenantContents
     settings: OrchestratorConfig
     tenant: str
     key_id: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,13 +11,13 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.orchestrator_service_pb2 import FileFacts, WriteFileRequest
 from orchestrator.api import files
 from orchestrator.api.call import OperationCall
-from orchestrator.store.objects import new_id
+from orchestrator.store.objects import ID_BYTES
 
 
 async def write_file(call: OperationCall, requests: AsyncIterator[WriteFileRequest]) -> Any:
     """Stores the content, then the file. `requests`: the pieces, and the facts with the last of them. Raises
     KvloomError."""
-    file_id = new_id("file-")
+    file_id = call.contents.new_id(os.urandom(ID_BYTES).hex())
     facts: FileFacts | None = None
     num_bytes = 0
 
@@ -38,7 +39,7 @@ async def write_file(call: OperationCall, requests: AsyncIterator[WriteFileReque
 
     async with call.database.reading() as connection:
         await files.check_quota(connection, call)
-    await call.contents.write(file_id, pieces())
+    await call.contents.write(call.tenant, file_id, pieces())
     assert facts is not None
     try:
         return await files.add(call, facts, file_id, num_bytes)

@@ -11,7 +11,7 @@ from kvloom_common.database.database import Database
 from orchestrator.background.log import ResponseLogs
 from orchestrator.background.run import MAX_RUNS, ResponseRun
 from orchestrator.batches.batch import BatchWork
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import Clock, JobKind
 
@@ -22,7 +22,7 @@ MAX_BATCHES: Final = 8
 def job_kinds(
     settings: OrchestratorConfig,
     database: Database,
-    contents: FileContents,
+    contents: TenantContents,
     edges: Edges,
     logs: ResponseLogs,
     name: str,

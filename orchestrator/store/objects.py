@@ -13,8 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from orchestrator.database.schema import items, objects, response_events, runs
+from orchestrator.seal import seal_of
 from orchestrator.store.pages import Page
 
+ID_BYTES: Final = 24
+"""An id has so many random bytes."""
 NAMES: Final[Mapping[str, str]] = {
     "response": "response",
     "conversation": "conversation",
@@ -39,7 +42,7 @@ _COLUMNS: Final = [objects.c[name] for name in StoredObject._fields]
 
 def new_id(prefix: str) -> str:
     """An id that cannot be guessed."""
-    return f"{prefix}{os.urandom(24).hex()}"
+    return f"{prefix}{os.urandom(ID_BYTES).hex()}"
 
 
 def as_json(value: Any) -> bytes:
@@ -60,7 +63,8 @@ async def add(
     one: StoredObject,
 ) -> bool:
     """Returns False if there is an object with this id already, which is then left as it is."""
-    row = {**one._asdict(), "body": as_json(one.body), "tenant": tenant, "kind": kind}
+    body = seal_of(connection).sealed(tenant, as_json(one.body))
+    row = {**one._asdict(), "body": body, "tenant": tenant, "kind": kind}
     known = await connection.scalar(sa.select(objects.c.id).where(objects.c.id == one.id))
     if known is not None:
         return False
@@ -80,7 +84,7 @@ async def find(
     of the transaction."""
     wanted = sa.select(*_COLUMNS).where(objects.c.id == object_id, _owned(tenant, kind, now))
     row = (await connection.execute(wanted.with_for_update() if for_update else wanted)).one_or_none()
-    return None if row is None else _stored(row)
+    return None if row is None else _stored(connection, tenant, row)
 
 
 async def get(
@@ -117,11 +121,12 @@ async def listed(
         wanted = wanted.where(key < there if page.is_descending else key > there)
     order = [column.desc() if page.is_descending else column.asc() for column in (objects.c.created_at, objects.c.id)]
     rows = (await connection.execute(wanted.order_by(*order).limit(page.limit + 1))).all()
-    return [_stored(row) for row in rows[: page.limit]], len(rows) > page.limit
+    return [_stored(connection, tenant, row) for row in rows[: page.limit]], len(rows) > page.limit
 
 
-async def change(connection: AsyncConnection, object_id: str, body: Mapping[str, Any]) -> None:
-    await connection.execute(objects.update().where(objects.c.id == object_id).values(body=as_json(body)))
+async def change(connection: AsyncConnection, tenant: str, object_id: str, body: Mapping[str, Any]) -> None:
+    sealed = seal_of(connection).sealed(tenant, as_json(body))
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(body=sealed))
 
 
 async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
@@ -142,5 +147,7 @@ def unknown_cursor() -> KvloomError:
     return invalid_argument("after: the list has no entry with this id.", "after")
 
 
-def _stored(row: Any) -> StoredObject:
-    return StoredObject(**{**row._mapping, "body": msgspec.json.decode(row.body)})
+def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:
+    """Raises KvloomError (FAILED_PRECONDITION)."""
+    body = seal_of(connection).opened(tenant, row.body)
+    return StoredObject(**{**row._mapping, "body": msgspec.json.decode(body)})

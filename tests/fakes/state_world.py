@@ -21,18 +21,22 @@ from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
 from kvloom_common.database.database import Database, open_database
 from kvloom_common.database.migrate import migrate
 from kvloom_common.database.url import with_driver
+from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from orchestrator.background.log import ResponseLogs
 from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
+from orchestrator.seal import NO_SEAL, BodySeal, use_seal
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
+from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
 
@@ -52,6 +56,7 @@ class StateWorld:
     """Where the edge serves its fabric."""
     logs: ResponseLogs
     """The events of the background responses at which the orchestrator works that clients ask."""
+    seal: BodySeal = NO_SEAL
     now: float = 1_800_000_000.0
 
     @contextlib.asynccontextmanager
@@ -59,7 +64,8 @@ class StateWorld:
         """An orchestrator of this name works at jobs within the context. Clients ask the one called orchestrator."""
         edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
-        kinds = job_kinds(self.settings, self.database, self.contents, edges, logs, name, lambda: self.now)
+        contents = TenantContents(self.contents, self.seal)
+        kinds = job_kinds(self.settings, self.database, contents, edges, logs, name, lambda: self.now)
         runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
         async with following(edges):
             running = asyncio.create_task(runner.run())
@@ -77,23 +83,36 @@ class StateWorld:
 
 
 @contextlib.asynccontextmanager
-async def state_world(database_url: str, folder: Path, **settings: Any) -> AsyncIterator[StateWorld]:
+async def state_world(
+    database_url: str,
+    folder: Path,
+    seal: BodySeal = NO_SEAL,
+    link: FakeRouterLink | None = None,
+    output: ParserSpec | None = None,
+    **settings: Any,
+) -> AsyncIterator[StateWorld]:
+    """`settings`: those of the orchestrator."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(open_database(with_driver(make_url(database_url))))
         await migrate(database, MIGRATIONS)
+        use_seal(database, seal)
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         config = OrchestratorConfig(enabled=True, port=port, **settings)
         contents = FileContents(config, folder)
         logs = ResponseLogs()
-        servicer = OrchestratorServicer(database, config, contents, logs, lambda: None, lambda: world.now)
+        servicer = OrchestratorServicer(
+            database, config, TenantContents(contents, seal), logs, lambda: None, lambda: world.now
+        )
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
-        edge = await stack.enter_async_context(edge_world(callers=callers_of(folder, two_organisations())))
-        link = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
-        edge.edge.orchestrator = link
-        await stack.enter_async_context(following(link))
+        edge = await stack.enter_async_context(
+            edge_world(link=link, callers=callers_of(folder, two_organisations()), output=output)
+        )
+        stored = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
+        edge.edge.orchestrator = stored
+        await stack.enter_async_context(following(stored))
         clients = [
             await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=f"{edge.url}/v1", api_key=key, max_retries=0, timeout=20.0)
@@ -102,7 +121,7 @@ async def state_world(database_url: str, folder: Path, **settings: Any) -> Async
         ]
         address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         world = StateWorld(
-            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs
+            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs, seal=seal
         )
         yield world
 
