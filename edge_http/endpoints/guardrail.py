@@ -37,12 +37,13 @@ class GuardrailBody(msgspec.Struct, kw_only=True):
     input_type: Literal["request", "response"] = "request"
     """Says if a model is to read the texts, or has written them."""
     images: list[Any] | None = None
-    """Refused: nothing here judges them."""
+    """They are refused, because nothing here judges them."""
     tools: list[Any] | None = None
-    """Judged as JSON, and never replaced."""
+    """They are judged as JSON, and never replaced. By default there are none."""
     tool_calls: list[Any] | None = None
-    """Judged as JSON, and never replaced."""
+    """They are judged as JSON, and never replaced. By default there are none."""
     litellm_call_id: str | None = None
+    """The name of the request in the log of the safety policy."""
     litellm_trace_id: str | None = None
     """Texts of one trace have the same placeholders for the same text."""
     additional_provider_specific_params: GuardrailOptions | None = None

@@ -176,7 +176,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     _route(
         "/beta/litellm_basic_guardrail_api", "POST", guardrail, "judgeTexts", "Safety",
         "The safety policy as a guardrail of LiteLLM",
-        Success("What becomes of the texts.", GuardrailAction),
+        Success("The judgement on all texts together.", GuardrailAction),
         body=GuardrailBody, parameters=(REQUEST_ID,), errors=(429, 503), scope="guardrails",
         examples={"A prompt": {"texts": ["How do looms work?"], "input_type": "request"}},
     ),
