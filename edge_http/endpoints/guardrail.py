@@ -23,7 +23,7 @@ MAX_NAME_CHARS: Final = 256
 
 
 class GuardrailOptions(msgspec.Struct):
-    """The parameters that the other service adds to each call."""
+    """The options of a rule of the other service."""
 
     guardrails: list[str] = []
     """Rules of the policy that hold only for requests that name them."""
@@ -47,6 +47,7 @@ class GuardrailBody(msgspec.Struct, kw_only=True):
     litellm_trace_id: str | None = None
     """Texts of one trace have the same placeholders for the same text."""
     additional_provider_specific_params: GuardrailOptions | None = None
+    """The parameters that the other service is configured to add."""
 
 
 class GuardrailAction(msgspec.Struct, omit_defaults=True):
