@@ -5,6 +5,7 @@ It belongs to a checkout of the repository: no wheel has it, and nothing that is
 commands.py   the command
 dst/          `kvloom-lab dst`: deterministic simulation tests of the router core
 chaos/        `kvloom-lab chaos`: a live fabric under faults
+redteam/      `kvloom-lab redteam`: attacks on the safety policy, through every API
 bench/        `kvloom-lab bench`: what parts and policies cost and bring, also beside others' gateways and engines
 traces/       `kvloom-lab trace`: the trace of one request
 process_counters.py  CPU time, context switches and memory of processes

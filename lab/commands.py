@@ -13,6 +13,7 @@ from tools.cli.lazy_group import LazyGroup
         "dst": "lab.dst.command:dst",
         "trace": "lab.traces.command:trace",
         "chaos": "lab.chaos.command:chaos",
+        "redteam": "lab.redteam.command:redteam",
         "bench": "lab.bench.commands:bench",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -6,6 +6,7 @@ Edges ask it (`OrchestratorService`) for requests that name or make stored objec
 database/      the tables, and their migrations
 store/         objects and items as rows, whatever their kind
 files/         the contents of files
+search/        chunks and vectors of files, and how they are found
 jobs/          work that outlives a process: who does it
 batches/       checks batches, and works at them
 background/    background responses

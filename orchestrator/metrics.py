@@ -22,6 +22,9 @@ BATCH_LINES: Final = TABLE.counter(
 BACKGROUND_ENDED: Final = TABLE.counter(
     "kvloom_orchestrator_background_responses", "responses", "Background responses that have ended, by how.", "status"
 ).family(REGISTRY)
+INDEXED_FILES: Final = TABLE.counter(
+    "kvloom_orchestrator_indexed_files", "files", "Files of vector stores that were indexed, by how it ended.", "status"
+).family(REGISTRY)
 EXPIRED: Final = TABLE.counter(
     "kvloom_orchestrator_expired", "objects", "Objects that were deleted because they had expired."
 ).series(REGISTRY)

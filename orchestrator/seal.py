@@ -7,6 +7,7 @@ Bodies that were stored before are read as they are.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import os
@@ -22,6 +23,8 @@ from kvloom_common.database.database import Database
 
 _MARK: Final = b"\x01"
 """A sealed body begins with it. Neither JSON nor what zlib makes does."""
+_TEXT_MARK: Final = "\x01\x02sealed "
+"""A sealed text begins with it."""
 _NONCE_BYTES: Final = 12
 _OPTION: Final = "kvloom_seal"
 
@@ -52,6 +55,16 @@ class BodySeal:
         except (InvalidTag, ValueError) as error:
             message = "This object was encrypted with the secret of another fabric, and cannot be read."
             raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message) from error
+
+    def sealed_text(self, tenant: str, text: str) -> str:
+        """Do what `sealed` does, for a column of texts."""
+        return _TEXT_MARK + base64.b64encode(self.sealed(tenant, text.encode())).decode() if self.seals else text
+
+    def opened_text(self, tenant: str, stored: str) -> str:
+        """Do what `opened` does."""
+        if not stored.startswith(_TEXT_MARK):
+            return stored
+        return self.opened(tenant, base64.b64decode(stored[len(_TEXT_MARK) :])).decode()
 
     def tenant_key(self, tenant: str, purpose: str) -> bytes:
         """The tenant's key for one purpose."""

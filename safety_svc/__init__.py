@@ -23,6 +23,7 @@ builtin_policy.toml  the policy that is used when none is configured
 guardrails.py        asks services of others, and models of the fabric, about prompts
 judge_formats.py     how guard models are asked, and how they answer
 audit.py             reports what was found
+whatif.py            what a policy does with recorded texts
 metrics.py           the Prometheus metrics
 __main__.py          the command `python -m safety_svc`
 """

@@ -11,8 +11,8 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 from kvloom.v1.safety_service_pb2 import Mask, MaskWish
 from safety_svc.policy import Pattern, SafetyPolicy
@@ -23,21 +23,38 @@ _UNSAFE: Final = re.compile(r"[\"\\\x00-\x1f]")
 """A hidden text with one of these cannot be put back into the arguments of a call."""
 
 
+class HiddenPassage(NamedTuple):
+    """A passage of a text that the model is not to read."""
+
+    start: int
+    end: int
+    rule: str
+
+
 def masks_of(policy: SafetyPolicy, text: str, wish: MaskWish, key: bytes) -> list[Mask]:
-    """The passages to be hidden, in order. Raises RuleFailedError."""
-    modes = policy.scopes.of(wish.tenant, wish.guardrails).modes
-    found: list[tuple[int, int, str]] = []
+    """The passages to be hidden, in order, and their placeholders. Raises RuleFailedError."""
+    passages = hidden_passages(policy, text, wish.tenant, wish.guardrails)
+    return [
+        Mask(start=start, end=end, placeholder=_placeholder(name, text[start:end], wish, key))
+        for start, end, name in passages
+    ]
+
+
+def hidden_passages(policy: SafetyPolicy, text: str, tenant: str, guardrails: Sequence[str]) -> Sequence[HiddenPassage]:
+    """The passages that are hidden in a text of this tenant's request, in order. Raises RuleFailedError."""
+    modes = policy.scopes.of(tenant, guardrails).modes
+    found: list[HiddenPassage] = []
     for pattern in policy.prompt.patterns:
-        if modes.get(pattern.rule.name) == "mask":
-            found += ((start, end, pattern.rule.name) for start, end in _passages(pattern, text))
-    masks: list[Mask] = []
+        name = pattern.rule.name
+        if modes.get(name) == "mask":
+            found += (HiddenPassage(start, end, name) for start, end in _passages(pattern, text))
+    hidden: list[HiddenPassage] = []
     covered = 0
-    for start, end, name in sorted(found, key=lambda each: (each[0], -each[1])):
-        hidden = text[start:end]
-        if start >= covered and not _UNSAFE.search(hidden):
-            covered = end
-            masks.append(Mask(start=start, end=end, placeholder=_placeholder(name, hidden, wish, key)))
-    return masks
+    for passage in sorted(found, key=lambda each: (each.start, -each.end)):
+        if passage.start >= covered and not _UNSAFE.search(text[passage.start : passage.end]):
+            covered = passage.end
+            hidden.append(passage)
+    return hidden
 
 
 def _passages(pattern: Pattern, text: str) -> Iterator[tuple[int, int]]:

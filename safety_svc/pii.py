@@ -67,7 +67,8 @@ class PiiKind:
         """See RuleKind."""
         while (match := self._form.search(text, start)) is not None:
             for end in _ends(text, match.start(), match.end()):
-                if self._is_valid(text[match.start() : end]):
+                passage = text[match.start() : end]
+                if (end == match.end() or self._form.fullmatch(passage)) and self._is_valid(passage):
                     return match.start(), end
             start = match.start() + 1
         return None

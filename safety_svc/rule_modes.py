@@ -77,6 +77,11 @@ class Scopes:
         self.default = self.of("", ())
         """That of requests that no rule mentions."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the rules that hold for anybody, in the order of the file."""
+        return [name for name, terms in self._terms.items() if terms.modes]
+
     def check(self, tenant: str, guardrails: Sequence[str]) -> None:
         """Raises UnknownGuardrailError."""
         for name in guardrails:

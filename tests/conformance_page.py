@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import importlib.metadata
+import itertools
 import re
 import typing
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ from openai.types import (
     completion_create_params,
     embedding_create_params,
     moderation_create_params,
+    vector_store_create_params,
+    vector_store_search_params,
 )
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.conversations import conversation_create_params, item_create_params
 from openai.types.responses import ResponseStreamEvent, response_create_params
+from openai.types.vector_stores import file_batch_create_params, file_create_params
 
 from edge_http.openai import requests
 from edge_http.openai.embeddings import EmbeddingsBody
@@ -34,6 +38,7 @@ PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "conformance.md
 MARKER: Final = "<!-- derived: conformance -->\n"
 _CALL: Final = re.compile(r'self\._(post|get|delete|get_api_list)\(\s*(?:path_template\(\s*)?"(/[^"?]*)"')
 _ID: Final = re.compile(r"\{\w+\}")
+_BY_POST: Final = re.compile(r'method="post"')
 _PARAMETERS: Final[dict[str, tuple[Any, type]]] = {
     "POST /chat/completions": (chat_params.CompletionCreateParamsBase, requests.ChatBody),
     "POST /completions": (completion_create_params.CompletionCreateParamsBase, requests.CompletionBody),
@@ -43,6 +48,10 @@ _PARAMETERS: Final[dict[str, tuple[Any, type]]] = {
     "POST /conversations": (conversation_create_params.ConversationCreateParams, bodies.NewConversationBody),
     "POST /conversations/{}/items": (item_create_params.ItemCreateParams, bodies.NewItemsBody),
     "POST /batches": (batch_create_params.BatchCreateParams, bodies.BatchBody),
+    "POST /vector_stores": (vector_store_create_params.VectorStoreCreateParams, bodies.VectorStoreBody),
+    "POST /vector_stores/{}/search": (vector_store_search_params.VectorStoreSearchParams, bodies.SearchBody),
+    "POST /vector_stores/{}/files": (file_create_params.FileCreateParams, bodies.StoreFileBody),
+    "POST /vector_stores/{}/file_batches": (file_batch_create_params.FileBatchCreateParams, bodies.FileBatchBody),
 }
 """What the client may send, and what is read of it."""
 _ELSEWHERE: Final = ("stream", "include", "extra_headers")
@@ -52,8 +61,21 @@ _ELSEWHERE: Final = ("stream", "include", "extra_headers")
 def client_endpoints() -> set[tuple[str, str]]:
     """The method and the path of each call of the client."""
     folder = Path(openai.__file__).parent / "resources"
-    found = {call for path in folder.rglob("*.py") for call in _CALL.findall(path.read_text())}
-    return {("GET" if method == "get_api_list" else method.upper(), _ID.sub("{}", path)) for method, path in found}
+    return set(itertools.chain.from_iterable(_calls_in(path.read_text()) for path in folder.rglob("*.py")))
+
+
+def _calls_in(source: str) -> Iterator[tuple[str, str]]:
+    for call in _CALL.finditer(source):
+        method = call[1].upper()
+        if call[1] == "get_api_list":  # a list is a GET unless its last argument says otherwise
+            method = "POST" if _BY_POST.search(source, call.end(), _end_of(source, call.end())) else "GET"
+        yield method, _ID.sub("{}", call[2])
+
+
+def _end_of(source: str, start: int) -> int:
+    """Where the function ends in which `start` is."""
+    found = source.find("\n    def ", start)
+    return len(source) if found < 0 else found
 
 
 def served_endpoints() -> set[tuple[str, str]]:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from edge_http.anthropic import tools as anthropic_tools
 from edge_http.formatting.client_tools import CustomToolBody
 from edge_http.openai.responses import input_items
 from edge_http.openai.responses import tools as response_tools
+from edge_http.openai.responses.file_search import FileSearchTool
 from edge_http.server.routes import ROUTES
 from edge_http.state.routes import STATE_ROUTES
 from kvloom.v1.router_service_pb2 import GenerateRequest
@@ -50,7 +51,12 @@ INSIDE: Final[Mapping[tuple[str, str], Sequence[type]]] = {
         input_items.CallOutputItem,
         input_items.ReasoningItem,
     ),
-    ("StoredResponsesBody", "tools"): (response_tools.FunctionTool, response_tools._Namespace, CustomToolBody),
+    ("StoredResponsesBody", "tools"): (
+        response_tools.FunctionTool,
+        response_tools._Namespace,
+        CustomToolBody,
+        FileSearchTool,
+    ),
     ("_Namespace", "tools"): (response_tools.FunctionTool,),
     ("MessagesBody", "tools"): (anthropic_tools._ToolBody,),
     ("PromptBody", "tools"): (anthropic_tools._ToolBody,),
@@ -68,6 +74,7 @@ KINDS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "CallOutputItem": ({"type": "function_call_output", "call_id": "c1"},),
     "ReasoningItem": ({"type": "reasoning"},),
     "FunctionTool": ({"type": "function"},),
+    "FileSearchTool": ({"type": "file_search", "vector_store_ids": ["vs_1"]},),
     "_Namespace": ({"type": "namespace", "tools": [{"type": "function", "name": "g"}]},),
     "DocumentBlock": ({"source": {"type": "text", "data": "hi"}},),
     "ResponseFormat": ({"type": "json_schema"},),
@@ -117,6 +124,7 @@ UNSHOWN: Final[Mapping[str, str]] = {
     r"stop\.reasoning\..*": "tells reasoning and text of the answer apart",
     r"reasoning\.\w+|thinking\.type": "options of which models are told by their templates' own words",
     r"messages\[\]\.reasoning(\[\]|\.KEY|\.\*)": "only reasoning that is text is used",
+    r"tools\[\]\.FileSearchTool\..*": "says what is searched; what is found is screened in the prompt",
     r"(.*\.)?(type|role)": _KIND,
     r"include\[\]|context_management\..*": "says what is answered",
     r"chat_template_kwargs\.KEY": "names a variable of the template",
@@ -161,13 +169,17 @@ def grpc_positions() -> Iterator[Position]:
     yield from _of_message(GenerateRequest.DESCRIPTOR, "")
 
 
-def _of_struct(info: Any, path: str) -> Iterator[Position]:
+def _of_struct(info: Any, path: str, within: Sequence[type] = ()) -> Iterator[Position]:
+    """`within`: the structs in which it stands. One that stands in itself has no other positions there."""
+    if info.cls in within:
+        return
+    within = (*within, info.cls)
     name = info.cls.__name__
     for kind, field in itertools.product(KINDS.get(name, ({},)), info.fields):
         others = {other.encode_name: _filled(other) for other in info.fields if other.required} | dict(kind)
         if info.tag is not None:
             others[info.tag_field] = info.tag
-        for inner in _of_type(field.type, (name, field.name)):
+        for inner in _of_type(field.type, (name, field.name), within):
             yield dataclasses.replace(
                 inner,
                 path=f"{path}{field.encode_name}{inner.path}",
@@ -175,31 +187,31 @@ def _of_struct(info: Any, path: str) -> Iterator[Position]:
             )
 
 
-def _of_type(info: Any, place: tuple[str, str]) -> Iterator[Position]:
+def _of_type(info: Any, place: tuple[str, str], within: Sequence[type]) -> Iterator[Position]:
     match info:
         case msgspec.inspect.StrType():
             yield Position("", lambda value: value)
         case msgspec.inspect.UnionType():
             for each in info.types:
-                yield from _of_type(each, place)
+                yield from _of_type(each, place, within)
         case msgspec.inspect.ListType():
-            for inner in _of_type(info.item_type, place):
+            for inner in _of_type(info.item_type, place, within):
                 yield dataclasses.replace(
                     inner,
                     path=f"[]{inner.path}",
                     make=lambda value, i=inner: [i.make(value)],
-                    pair=(lambda a, b, i=inner: [i.pair(a, b)])
+                    pair=(lambda a, b, both=inner.pair: [both(a, b)])
                     if inner.pair
                     else (lambda a, b, i=inner: [i.make(a), i.make(b)]),
                 )
         case msgspec.inspect.DictType():
             yield Position(".KEY", lambda value: {value: "x"})
-            for inner in _of_type(info.value_type, place):
+            for inner in _of_type(info.value_type, place, within):
                 yield dataclasses.replace(
                     inner, path=f".*{inner.path}", **_around(inner, lambda value: {"shown": value})
                 )
         case msgspec.inspect.StructType():
-            yield from (dataclasses.replace(each, path=f".{each.path}") for each in _of_struct(info, ""))
+            yield from (dataclasses.replace(each, path=f".{each.path}") for each in _of_struct(info, "", within))
         case msgspec.inspect.AnyType() | msgspec.inspect.RawType():
             inside = INSIDE.get(place)
             if inside is None:
@@ -229,7 +241,7 @@ def _filled(field: Any) -> Any:
     return {msgspec.inspect.StrType: "x", msgspec.inspect.ListType: []}.get(type(field.type), 1)
 
 
-def _of_message(message: Descriptor, path: str) -> Iterator[Position]:
+def _of_message(message: Any, path: str) -> Iterator[Position]:
     for field in message.fields:
         others = _MESSAGES.get(message.name, ({},))
         if message is GenerateRequest.DESCRIPTOR and field.containing_oneof is None:
@@ -248,7 +260,7 @@ def _of_message(message: Descriptor, path: str) -> Iterator[Position]:
                     each,
                     path=f"{path}{field.name}[]{each.path.removeprefix(path + field.name)}",
                     make=lambda value, e=each: [e.make(value)],
-                    pair=(lambda a, b, e=each: [e.pair(a, b)])
+                    pair=(lambda a, b, both=each.pair: [both(a, b)])
                     if each.pair
                     else (lambda a, b, e=each: [e.make(a), e.make(b)]),
                 )

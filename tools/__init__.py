@@ -10,6 +10,7 @@ models/              finds, registers and prepares models
 colocated.py         an edge with a router inside
 many_shards.py       several simulated shards in one process
 audit/               `kvloom audit`: the log of what the safety policy has found
+safety/              `kvloom safety`: what a policy would do with recorded requests
 receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again
 doctor/              `kvloom doctor`: checks an engine on this machine
 plan/                `kvloom plan`: how many shards a load needs

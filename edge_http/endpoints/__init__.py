@@ -14,6 +14,7 @@ embedding_body.py  a tokenized request for embeddings, and the body of its respo
 embeddings.py  POST /v1/embeddings
 ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses
+file_search.py  searches vector stores for what the user asks
 background.py  background responses
 ownership.py   who owns stored objects
 keeping.py     brings streams to their end that are stored

@@ -18,6 +18,7 @@ from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import starting_after
 from edge_http.formatting.error_formats import error_format_of
 from edge_http.formatting.response_formatter import Envelope
+from edge_http.openai.responses.file_search import FileSearch, with_found
 from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.openai.responses.response_object import ResponseObject
 from edge_http.openai.responses.steady_formatter import RunName
@@ -49,9 +50,10 @@ async def begin_background(
     body: StoredResponsesBody,
     items: Sequence[Sequence[msgspec.Raw]],
     job: GenerationJob,
+    search: FileSearch | None = None,
 ) -> web.StreamResponse:
-    """Have a response generated in the background. `items`: those before its input, and its input. Raises
-    KvloomError."""
+    """Have a response generated in the background. `items`: those before its input, and its input. `search`: what was
+    found in files. Raises KvloomError."""
     schedule(edge, request, job)
     assert edge.orchestrator is not None
     response_id = f"resp_{os.urandom(24).hex()}"
@@ -64,6 +66,8 @@ async def begin_background(
     fields |= {"model": job.model.name, "stream": True, "input": [*earlier, *given]}
     if body.has_time:
         fields["service_tier"] = "flex"
+    if search is not None:
+        fields["tools"] = with_found(body.tools or (), search)
     kept = KeepResponseRequest(
         owner=owner_of(edge, request),
         response=response,

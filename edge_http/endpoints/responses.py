@@ -11,8 +11,9 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, read_prompt_body
+from edge_http.endpoints.answering import GenerationJob, check_job_window, read_prompt_body
 from edge_http.endpoints.background import begin_background, run_of
+from edge_http.endpoints.file_search import search_headers, searched
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.moderating import moderation_of
@@ -29,6 +30,8 @@ from edge_http.endpoints.stored import (
 from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.prompt import chat_prompt
+from edge_http.openai.responses.file_search import OPTION as FILE_SEARCH
+from edge_http.openai.responses.file_search import FileSearch, with_passages
 from edge_http.openai.responses.input_items import conversation
 from edge_http.openai.responses.parameters import as_chat, echo_of, max_tokens_of, template_options, text_guide
 from edge_http.openai.responses.requests import (
@@ -45,6 +48,8 @@ from edge_http.wire.body import digest_of
 from edge_http.wire.headers import session_key
 from edge_http.wire.json_response import json_response
 from edge_http.wire.request_headers import headers_of
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_BATCH, GenerateRequest
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import prompted
@@ -76,12 +81,23 @@ async def _stored_job(
     link, owner, run = edge.orchestrator, owner_of(edge, request), run_of(request)
     assert link is not None
     if run is not None:  # all that it needs is in its body, and the orchestrator stores what comes of it
-        return await _job(edge, request, raw, body, model, StoredInput([], body.input, state_echo(body)), run)
+        whole = StoredInput([], body.input, state_echo(body))
+        search = await searched(edge, request, body, model, is_run=True)
+        return await _job(edge, request, raw, body, model, whole, run, search)
     stored = await stored_of(link, owner, body)
-    job = await _job(edge, request, raw, body, model, stored)
+    search = await searched(edge, request, body, model)
+    try:
+        job = await _job(edge, request, raw, body, model, stored, search=search)
+        if search is not None:
+            check_job_window(edge, job)
+    except KvloomError as error:
+        if search is None or not search.passages or error.reason != ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED:
+            raise
+        search = FileSearch(search.query, "incomplete", shows_results=search.shows_results, warning="no_room")
+        job = await _job(edge, request, raw, body, model, stored, search=search)
     if body.background:
         items = stored.earlier, input_items(stored)
-        job.begin = functools.partial(begin_background, edge, request, raw, body, items, job)
+        job.begin = functools.partial(begin_background, edge, request, raw, body, items, job, search)
     else:
         job.keep = keeping(link, owner, body, stored)
     return job
@@ -101,10 +117,11 @@ async def _job(
     model: ServedModel,
     stored: StoredInput | None = None,
     run: RunName | None = None,
+    search: FileSearch | None = None,
 ) -> GenerationJob:
     """Validate and tokenize a body. `stored`: what it has to do with stored objects. `run`: the background response
-    that it is. Raises KvloomError."""
-    given = tools_of(body)
+    that it is. `search`: what was found in files. Raises KvloomError."""
+    given = tools_of(body, searches_files=stored is not None)
     is_parallel = bool(body.parallel_tool_calls)
     place = ToolPlace(at="", numbers=given.numbers)
     plan = plan_tools(given.tools, given.choice, is_parallel=is_parallel, model=model.output, place=place)
@@ -113,6 +130,8 @@ async def _job(
     sampling, stop = chat_sampling(shared, guide), stop_conditions(shared, max_tokens_of(body))
     earlier, given_input = ((), body.input) if stored is None else (stored.earlier, stored.input)
     messages, originals = conversation(given_input, body.instructions, earlier), NOTHING_HIDDEN
+    if search is not None:
+        messages = with_passages(messages, search.passages)
     if edge.config.masks_prompts:
         named = session_key(request, body.prompt_cache_key)
         messages, originals = await masked(edge, request, messages, body.guardrails, named, sampling)
@@ -124,6 +143,8 @@ async def _job(
     parser = prompted(plan.parser, rendered)
     echo = echo_of(body, given, model.default_sampling, None if stored is None else stored.echo)
     options = options_of(given.client_tools)
+    if search is not None:
+        options[FILE_SEARCH] = msgspec.to_builtins(search)
     if run is not None:
         options[RUN] = msgspec.to_builtins(run)
         if model.default_sampling is None or not model.default_sampling.HasField("seed"):
@@ -151,7 +172,7 @@ async def _job(
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of("responses", parser, plan.tools, echo=echo, **options),
-        headers=left_out_headers(given.left_out),
+        headers={**left_out_headers(given.left_out), **search_headers(search)},
         guide_field="" if guide is None else guide.field,
         moderation=None if body.moderation is None else moderation_of(body.moderation, messages),
         originals=originals,

@@ -14,6 +14,7 @@ response_objects.py     the types of responses, for the description of the API
 tokenization.py         the bodies of /tokenize and /detokenize, in vLLM's shape
 lora_adapters.py        the bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shape
 embeddings.py           the body of /v1/embeddings, and the response to it
+search_options.py       the options of a search in files
 ranking.py              the bodies of /v1/rerank, in Cohere's and Jina's shape, and of /v1/score, in vLLM's
 logprobs.py             the formats of log-probabilities
 responses/              the Responses API

@@ -18,6 +18,7 @@ from edge_http.wire.headers import (
     EXPLAIN,
     FAILOVER,
     FAIRNESS_ID,
+    FILE_SEARCH,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
     LIMITED_BY,
@@ -126,6 +127,11 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     ),
     "format": _parameter("format", "json or csv.", {"type": "string", "enum": ["json", "csv"]}, place="query"),
     "after": _parameter("after", "The id of the last entry of the page before.", {"type": "string"}, place="query"),
+    "before": _parameter("before", "The id of the first entry of the page behind.", {"type": "string"}, place="query"),
+    "file_status": _parameter(
+        "filter", "Only files with this status.",
+        {"type": "string", "enum": ["in_progress", "completed", "failed", "cancelled"]}, place="query",
+    ),
     "limit": _parameter(
         "limit", "How many entries a page has.", {"type": "integer", "minimum": 1, "maximum": 10_000}, place="query"
     ),
@@ -184,6 +190,10 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     RETRY_AFTER_MS: {"description": "The same, in milliseconds.", "schema": {"type": "integer", "minimum": 0}},
     REASON: {
         "description": "How a router ended the request, such as `rejected-queue-full`; of an answer, `preempted`.",
+        "schema": {"type": "string"},
+    },
+    FILE_SEARCH: {
+        "description": "Why an answer comes without the passages of its file search, such as `timeout` or `no_room`.",
         "schema": {"type": "string"},
     },
     FAILOVER: {

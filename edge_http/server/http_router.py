@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -43,6 +44,7 @@ UNKNOWN_ROUTE: Final = "unknown"
 _NO_IDS: Final = frozenset(("compact", "batches"))
 """These stand in the place of an id in paths of these APIs that are not served."""
 
+_ID: Final = re.compile(r"\{\w+\}")
 HANDLERS: Final[Mapping[str, Mapping[str, Handler]]] = {
     **{
         path: {method: route.handler for route in API_ROUTES if route.path == path for method in route.methods}
@@ -63,13 +65,13 @@ _SCOPES: Final[Mapping[str, Scope]] = {
 }
 _BY_FOLDER: Final[Mapping[str, Mapping[str, Route]]] = {
     folder: {
-        route.path.removeprefix(f"{folder}{{id}}").removeprefix("/"): route
+        _ID.sub("{}", route.path.removeprefix(f"{folder}{{id}}").removeprefix("/")): route
         for route in API_ROUTES
         if route.path.startswith(f"{folder}{{id}}")
     }
     for folder in dict.fromkeys(route.path.partition("{id}")[0] for route in API_ROUTES if "{id}" in route.path)
 }
-"""The routes of paths with an id: by what stands before it, and by what stands behind it."""
+"""The routes of paths with an id: by what stands before it, and by what stands behind it, where a second id is {}."""
 
 
 class HttpRouter:
@@ -180,7 +182,8 @@ def route_of(request: web.BaseRequest) -> str:
             name, _, operation = path.removeprefix(folder).partition("/")
             found = routes.get(operation) if name and (operation or name not in _NO_IDS) else None
             if found is None and name and "/" in operation:
-                found = routes.get(f"{operation.partition('/')[0]}/{{item_id}}")
+                kind, _, rest = operation.partition("/")
+                found = routes.get(f"{kind}/{{}}{''.join(rest.partition('/')[1:])}")
             return UNKNOWN_ROUTE if found is None else found.path
     return UNKNOWN_ROUTE
 

@@ -42,6 +42,7 @@ from edge_http.wire.headers import (
     EXPLAIN,
     FAILOVER,
     FAIRNESS_ID,
+    FILE_SEARCH,
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
     MODEL,
@@ -135,8 +136,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     *_resumable("/v1/completions", "Completion", objects.Completion),
     _route(
         "/v1/responses", "POST", responses, "createResponse", "Text", "Answer by OpenAI's Responses API",
-        Success("The response.", objects.Response, headers=_ANSWER_HEADERS),
-        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=_STREAM_HEADERS),
+        Success("The response.", objects.Response, headers=(*_ANSWER_HEADERS, FILE_SEARCH)),
+        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=(*_STREAM_HEADERS, FILE_SEARCH)),
         body=StoredResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from edge_http.openai.requests import Body
+from edge_http.openai.search_options import RankingOptions, SearchFilter
 
 MAX_NEW_ITEMS: Final = 20
 Metadata = Annotated[
@@ -50,3 +51,85 @@ class BatchBody(Body, kw_only=True):
 class NewItemsBody(Body, kw_only=True):
     items: NewItems
     """They are added at the end, in this order."""
+
+
+class StoreExpiry(Body, kw_only=True):
+    anchor: Literal["last_active_at"]
+    """The time from which the days count: the last search."""
+    days: Annotated[int, Meta(ge=1, le=365)]
+    """The number of days after which the vector store is deleted."""
+
+
+class StaticChunks(Body, kw_only=True):
+    max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
+    """The most that a chunk has. It is also bounded by the window of the encoder."""
+    chunk_overlap_tokens: Annotated[int, Meta(ge=0, le=2048)]
+    """How much of it stood at the end of the chunk before; at most half."""
+
+
+class ChunkingStrategy(Body, kw_only=True):
+    type: Literal["auto", "static"]
+    """"auto": chunks of 800 tokens that overlap by 400, as far as the encoder's window has room."""
+    static: StaticChunks | None = None
+    """With type static: the sizes."""
+
+
+FileIds = Annotated[list[str], Meta(max_length=500)]
+Attributes = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)] | int | float | bool],
+    Meta(max_length=16),
+]
+
+
+class VectorStoreBody(Body, kw_only=True):
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: Annotated[str, Meta(max_length=1024)] | None = None
+    file_ids: FileIds | None = None
+    """Files that are indexed at once."""
+    metadata: Metadata | None = None
+    expires_after: StoreExpiry | None = None
+    chunking_strategy: ChunkingStrategy | None = None
+    """How `file_ids` are cut."""
+    embedding_model: str | None = None
+    """An extension: the model that makes the vectors. The default is the first encoder of the fabric by name."""
+
+
+class VectorStoreChanges(Body, kw_only=True):
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    metadata: Metadata | None = None
+    expires_after: StoreExpiry | None = None
+
+
+class SearchBody(Body, kw_only=True):
+    query: str | list[str]
+    """One query, or several whose results are fused."""
+    filters: SearchFilter | None = None
+    """Conditions on the attributes of files."""
+    max_num_results: Annotated[int, Meta(ge=1, le=50)] | None = None
+    """The default is 10."""
+    ranking_options: RankingOptions | None = None
+    rewrite_query: bool | None = None
+    """Without effect: queries are searched for as they are."""
+
+
+class StoreFileBody(Body, kw_only=True):
+    file_id: str
+    attributes: Attributes | None = None
+    """Up to 16 texts, numbers and truth values by name, for filters."""
+    chunking_strategy: ChunkingStrategy | None = None
+
+
+class AttributesBody(Body, kw_only=True):
+    attributes: Attributes | None
+    """They replace those that there are."""
+
+
+class FileBatchBody(Body, kw_only=True):
+    file_ids: FileIds | None = None
+    """The files; either these or `files`."""
+    files: Annotated[list[StoreFileBody], Meta(max_length=500)] | None = None
+    """The files, each with attributes and a chunking strategy of its own."""
+    attributes: Attributes | None = None
+    """Those of all `file_ids`."""
+    chunking_strategy: ChunkingStrategy | None = None
+    """That of all `file_ids`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -30,7 +31,11 @@ def orchestrator_of(edge: Edge, request: web.BaseRequest) -> OrchestratorLink:
     return edge.orchestrator
 
 
-def operating(operation: str, path: str, body: Any = None) -> Handler:
+Prepare = Callable[[Edge, web.BaseRequest, Any], Mapping[str, str]]
+"""Returns what an operation must know besides the request, from its body. Raises KvloomError."""
+
+
+def operating(operation: str, path: str, body: Any = None, prepare: Prepare | None = None) -> Handler:
     """The handler of a path that is an operation of the orchestrator. `body`: the type of the request's."""
     places = [number for number, part in enumerate(path.split("/")) if part.startswith("{")]
     reader = None if body is None else BodyReader(body)
@@ -41,17 +46,17 @@ def operating(operation: str, path: str, body: Any = None) -> Handler:
         ids = [segments[place][:MAX_ID_CHARS] for place in places]
         caller = edge.callers.caller_of(request)
         with edge.admit(caller):
-            raw = b""
+            raw, query = b"", dict(request.rel_url.query)
             if reader is not None:
                 with edge.bodies.lease(caller) as lease:
                     raw = await read_json_body(request, edge.config, lease)
                     checked = reader.read(raw, edge.fields, request.headers)
                 if isinstance(items := getattr(checked, "items", None), list):
                     check_items(items, "items")
+                if prepare is not None:
+                    query |= prepare(edge, request, checked)
                 raw = msgspec.json.encode(checked)
-            answer = await orchestrator.operate(
-                owner_of(edge, request), operation, ids, dict(request.rel_url.query), raw
-            )
+            answer = await orchestrator.operate(owner_of(edge, request), operation, ids, query, raw)
         return web.Response(body=answer, content_type="application/json")
 
     return operate

@@ -79,3 +79,91 @@ class ItemList(msgspec.Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileCounts(msgspec.Struct):
+    in_progress: int
+    completed: int
+    failed: int
+    cancelled: int
+    total: int
+
+
+class VectorStoreObject(msgspec.Struct):
+    id: str
+    object: Literal["vector_store"]
+    created_at: int
+    name: str
+    description: str | None
+    status: Literal["in_progress", "completed"]
+    file_counts: FileCounts
+    usage_bytes: int
+    """The size of its texts and vectors."""
+    last_active_at: int
+    expires_after: dict[str, Any] | None
+    expires_at: int | None
+    metadata: dict[str, str]
+    embedding_model: str
+
+
+class VectorStoreList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[VectorStoreObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class VectorStoreFileObject(msgspec.Struct):
+    id: str
+    object: Literal["vector_store.file"]
+    created_at: int
+    vector_store_id: str
+    status: Literal["in_progress", "completed", "failed", "cancelled"]
+    usage_bytes: int
+    last_error: dict[str, str] | None
+    chunking_strategy: dict[str, Any]
+    """The sizes that are used."""
+    attributes: dict[str, Any]
+
+
+class VectorStoreFileList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[VectorStoreFileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileBatchObject(msgspec.Struct):
+    id: str
+    object: Literal["vector_store.files_batch"]
+    created_at: int
+    vector_store_id: str
+    status: Literal["in_progress", "completed", "failed", "cancelled"]
+    file_counts: FileCounts
+
+
+class ContentPage(msgspec.Struct):
+    object: Literal["vector_store.file_content.page"]
+    data: list[dict[str, str]]
+    """The texts of the chunks, in order."""
+    has_more: bool
+    next_page: str | None
+
+
+class SearchResult(msgspec.Struct):
+    file_id: str
+    filename: str
+    score: float
+    """From 0 to 1. Of fused rankings: 1 for what is the first in all of them."""
+    attributes: dict[str, Any]
+    content: list[dict[str, str]]
+
+
+class SearchPage(msgspec.Struct):
+    object: Literal["vector_store.search_results.page"]
+    search_query: list[str]
+    data: list[SearchResult]
+    has_more: bool
+    next_page: str | None

@@ -1,4 +1,5 @@
-"""The configuration of what the fabric stores for its callers: responses, conversations, files and batches."""
+"""The configuration of what the fabric stores for its callers: responses, conversations, files, vector stores and
+batches."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ class OrchestratorConfig(Section):
     max_file_bytes: PositiveInt = 512 * 2**20
     max_files: PositiveInt = 10_000
     """How large a file may be, and how many a tenant may have."""
+    max_vector_stores: PositiveInt = 1000
+    """How many vector stores a tenant may have. Each has at most `max_files` files."""
     batch_concurrency: PositiveInt = 16
     """How many lines of a batch are answered at a time."""
     max_background: PositiveInt = 1000

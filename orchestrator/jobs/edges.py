@@ -64,10 +64,14 @@ class Edges:
             if self._session is not None:
                 await self._session.close()
 
-    async def post(self, tenant: str, key_id: str, path: str, body: bytes, idempotency_key: str) -> AnsweredLine:
-        """Raises EdgeAwayError."""
+    async def post(
+        self, tenant: str, key_id: str, path: str, body: bytes, idempotency_key: str = "", priority_class: str = "batch"
+    ) -> AnsweredLine:
+        """`priority_class`: "" is that of the tenant. Raises EdgeAwayError."""
         await self._finder.found.wait()
-        headers = {IDEMPOTENCY_KEY: idempotency_key, "x-request-id": idempotency_key, PRIORITY_CLASS: "batch"}
+        headers = {PRIORITY_CLASS: priority_class} if priority_class else {}
+        if idempotency_key:
+            headers |= {IDEMPOTENCY_KEY: idempotency_key, "x-request-id": idempotency_key}
         async with self._sent(self._address(), tenant, key_id, path, body, headers) as answer:
             return await _answered(answer)
 

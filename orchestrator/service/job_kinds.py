@@ -14,6 +14,9 @@ from orchestrator.batches.batch import BatchWork
 from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import Clock, JobKind
+from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.indexing import MAX_INDEXED, FileIndexing
+from orchestrator.store import vector_files
 
 MAX_BATCHES: Final = 8
 """That one process works at."""
@@ -36,4 +39,11 @@ def job_kinds(
     def response(job: Any) -> ResponseRun:
         return ResponseRun(database, edges, logs, name, job)
 
-    return {"batch": JobKind(batch, MAX_BATCHES), "response": JobKind(response, MAX_RUNS)}
+    def store_file(job: Any) -> FileIndexing:
+        return FileIndexing(database, contents, FabricEncoder(edges), name, job)
+
+    return {
+        "batch": JobKind(batch, MAX_BATCHES),
+        "response": JobKind(response, MAX_RUNS),
+        vector_files.JOB_KIND: JobKind(store_file, MAX_INDEXED),
+    }

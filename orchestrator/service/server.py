@@ -36,6 +36,8 @@ from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
 from orchestrator.seal import BodySeal, use_seal
+from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from orchestrator.store.expiry import keep_deleting
@@ -84,7 +86,8 @@ async def serve(
         if trust.has_secret:  # without it, an edge does not know an orchestrator
             owned.append(tasks.create_task(edges.watch(), name="edges"))
             owned.append(tasks.create_task(runner.run(), name="jobs"))
-        servicer = OrchestratorServicer(database, config.orchestrator, contents, logs, runner.wake)
+        searcher = Searcher(database, FabricEncoder(edges) if trust.has_secret else None)
+        servicer = OrchestratorServicer(database, config.orchestrator, contents, searcher, logs, runner.wake)
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)

@@ -10,7 +10,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 import orchestrator.api.batches
-import orchestrator.api.conversations  # noqa: F401  (its operations are part of the table)
+import orchestrator.api.conversations
+import orchestrator.api.vector_stores  # noqa: F401  (its operations are part of the table)
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import orchestrator_service_pb2_grpc
@@ -40,6 +41,7 @@ from orchestrator.api.call import OPERATIONS, OperationCall
 from orchestrator.background.log import MAX_PIECE, ResponseLogs
 from orchestrator.files.sealed import TenantContents
 from orchestrator.metrics import CALLS
+from orchestrator.search.searcher import Searcher
 from orchestrator.service.file_streams import write_file
 
 ANSWER_SECONDS: Final = 10.0
@@ -47,7 +49,10 @@ ANSWER_SECONDS: Final = 10.0
 
 LOOK_SECONDS: Final = 0.1
 """How often somebody who reads a response that runs nowhere yet, or elsewhere, looks for its events."""
-_MAKE_WORK: Final = ("cancelResponse", "createBatch", "cancelBatch")
+_MAKE_WORK: Final = (
+    *("cancelResponse", "createBatch", "cancelBatch"),
+    *("createVectorStore", "createVectorStoreFile", "createVectorStoreFileBatch"),
+)
 
 T = TypeVar("T")
 
@@ -60,6 +65,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         database: Database,
         settings: OrchestratorConfig,
         contents: TenantContents,
+        searcher: Searcher,
         logs: ResponseLogs,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.time,
@@ -68,6 +74,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         self._database = database
         self._settings = settings
         self._contents = contents
+        self._searcher = searcher
         self._logs = logs
         self._wake = wake
         self._clock = clock
@@ -149,7 +156,9 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
 
     def _call(self, owner: Owner, **more: Any) -> OperationCall:
         return OperationCall(
-            self._database, self._contents, self._settings, owner.tenant, owner.key_id, self._clock(), **more
+            *(self._database, self._contents, self._searcher, self._settings),
+            *(owner.tenant, owner.key_id, self._clock()),
+            **more,
         )
 
     async def _answer(

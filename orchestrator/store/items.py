@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from orchestrator.database.schema import items
 from orchestrator.seal import seal_of
-from orchestrator.store.objects import as_json, new_id, unknown_cursor
-from orchestrator.store.pages import Page
+from orchestrator.store.objects import as_json, new_id
+from orchestrator.store.pages import Page, unknown_cursor
 
 Item = dict[str, Any]
 

@@ -10,11 +10,12 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from orchestrator.database.schema import items, objects, response_events, runs
 from orchestrator.seal import seal_of
-from orchestrator.store.pages import Page
+from orchestrator.store import vector_files
+from orchestrator.store.pages import Page, unknown_cursor
 
 ID_BYTES: Final = 24
 """An id has so many random bytes."""
@@ -24,6 +25,9 @@ NAMES: Final[Mapping[str, str]] = {
     "chat_completion": "chat completion",
     "file": "file",
     "batch": "batch",
+    "vector_store": "vector store",
+    "store_file": "file in this vector store",
+    "file_batch": "file batch",
 }
 """The kinds of objects, and what errors call them."""
 
@@ -130,7 +134,9 @@ async def change(connection: AsyncConnection, tenant: str, object_id: str, body:
 
 
 async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
-    """Deletes objects with their items and events. Who works at one of them notices."""
+    """Deletes objects with their items and events, vector stores with their chunks, and files from vector stores. Who
+    works at one of them notices."""
+    await vector_files.forget(connection, object_ids)
     for column in (runs.c.response, response_events.c.response):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
     await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
@@ -141,10 +147,6 @@ def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
     """The same whether the id is unknown, another tenant's or has expired."""
     message = f"There is no {NAMES[kind]} {object_id[:128]!r}."
     return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
-
-
-def unknown_cursor() -> KvloomError:
-    return invalid_argument("after: the list has no entry with this id.", "after")
 
 
 def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvloom.errors import invalid_argument
+from kvloom.errors import KvloomError, invalid_argument
 
 
 class Page(NamedTuple):
@@ -26,6 +26,10 @@ def page_of(query: Mapping[str, str], *, default: int = 20, most: int = 100, ord
     if wanted not in ("asc", "desc"):
         raise invalid_argument("order must be asc or desc.", "order")
     return Page(query.get("after", ""), limit, wanted == "desc")
+
+
+def unknown_cursor(name: str = "after") -> KvloomError:
+    return invalid_argument(f"{name}: the list has no entry with this id.", name)
 
 
 def as_list(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:

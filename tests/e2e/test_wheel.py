@@ -364,14 +364,14 @@ def test_every_module_of_the_fabric_can_be_imported(wheels: Wheels, fabric_pytho
     names = [name for name in modules_of(wheels.fabric) if not name.endswith(NOT_IMPORTED)]
     assert {"control.usage.ledger", "tools.bench.engine.command", "kvloom_fabric"} <= set(names)
     outcomes = json.loads(printed(fabric_python, "-c", IMPORT, "fabric", stdin=json.dumps(names)))
-    extras = set(requirement_names("torch", "simulate")) | {"llvmlite", "tensorrt_llm"}
+    extras = set(requirement_names("torch", "simulate", "search")) | {"llvmlite", "tensorrt_llm"}
     failed = {name: error for name, error in outcomes.items() if error}
     assert not {
         name: error
         for name, error in failed.items()
         if error[0] != "ModuleNotFoundError" or error[1].partition(".")[0] not in extras
     }
-    assert {name.partition(".")[0] for name in failed} == {"shard_server", "tools"}
+    assert {name.partition(".")[0] for name in failed} == {"orchestrator", "shard_server", "tools"}
 
 
 def requirement_names(*extras: str) -> Iterator[str]:

@@ -91,12 +91,20 @@ class ScreenedWorld:
         url: str,
         http: aiohttp.ClientSession,
         edge_config: EdgeConfig,
+        policy_file: PolicyFile,
     ) -> None:
         self.edge_config = edge_config
+        self._policy_file = policy_file
         self.router = world
         self.tokenizer = tokenizer
         self.url = url
         self._http = http
+
+    async def change_policy(self) -> None:
+        """The policy's file has changed: returns when the router has the new one."""
+        await self._policy_file.reload_if_changed()
+        revision = self._policy_file.current.revision
+        await eventually(lambda: policy_revision(self.router) == revision, "the new policy")
 
     async def post(self, path: str, body: Any) -> tuple[int, str]:
         """(status, body of the response)"""
@@ -122,7 +130,8 @@ async def screened_world(
         tokenizer = showing_tokenizer()
         world.tokenizer = tokenizer
         world.config.safety.on_unavailable = "refuse"
-        world.config.safety.port = await _safety(stack, policy, safety_tracer)
+        policy_file = PolicyFile(str(policy))
+        world.config.safety.port = await _safety(stack, policy_file, safety_tracer)
         world.config.tracing = tracing
         await _shard(stack, world, engine, shard_tracer)
         await world.start_router()
@@ -135,19 +144,27 @@ async def screened_world(
         address = await server.listen("127.0.0.1", 0)
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)))
-        await eventually(lambda: world.server._parts.safety_link.policy_revision is not None, "the policy")
-        yield ScreenedWorld(world, tokenizer, f"http://{address}", http, edge.config)
+        await eventually(lambda: policy_revision(world) is not None, "the policy")
+        yield ScreenedWorld(world, tokenizer, f"http://{address}", http, edge.config, policy_file)
+
+
+def policy_revision(world: RouterWorld) -> str | None:
+    """The policy that the router knows."""
+    link = world.server._parts.safety_link
+    assert link is not None
+    return link.policy_revision
 
 
 def showing_tokenizer() -> ModelTokenizer:
     tokenizer = byte_level_tokenizer()
     eos = tokenizer.token_to_id("<|im_end|>")
+    assert eos is not None
     return ModelTokenizer(tokenizer, template=ChatTemplate(SHOWING, {}), eos_token_ids=frozenset({eos}))
 
 
-async def _safety(stack: contextlib.AsyncExitStack, policy: Path, tracer: Tracer | None) -> int:
+async def _safety(stack: contextlib.AsyncExitStack, policy_file: PolicyFile, tracer: Tracer | None) -> int:
     server = grpc.aio.server()
-    servicer = SafetyServicer(PolicyFile(str(policy)), audit=Audit(tracer=tracer))
+    servicer = SafetyServicer(policy_file, audit=Audit(tracer=tracer))
     stack.callback(servicer.close)
     add_SafetyServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
 from kvloom_common.database.database import Database, open_database
 from kvloom_common.database.migrate import migrate
 from kvloom_common.database.url import with_driver
+from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
@@ -32,6 +33,8 @@ from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
 from orchestrator.seal import NO_SEAL, BodySeal, use_seal
+from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
@@ -86,30 +89,35 @@ class StateWorld:
 async def state_world(
     database_url: str,
     folder: Path,
+    more_models: Sequence[ServedModel] = (),
     seal: BodySeal = NO_SEAL,
     link: FakeRouterLink | None = None,
     output: ParserSpec | None = None,
     **settings: Any,
 ) -> AsyncIterator[StateWorld]:
-    """`settings`: those of the orchestrator."""
+    """`more_models`: those that the edge has besides "tiny". `settings`: those of the orchestrator."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(open_database(with_driver(make_url(database_url))))
         await migrate(database, MIGRATIONS)
         use_seal(database, seal)
+        callers = callers_of(folder, two_organisations())
+        edge = await stack.enter_async_context(
+            edge_world(link=link, callers=callers, output=output, more_models=more_models)
+        )
+        address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         config = OrchestratorConfig(enabled=True, port=port, **settings)
         contents = FileContents(config, folder)
         logs = ResponseLogs()
-        servicer = OrchestratorServicer(
-            database, config, TenantContents(contents, seal), logs, lambda: None, lambda: world.now
-        )
+        edges = Edges(KvloomConfig(), "searches", NO_SECRET, address)
+        await stack.enter_async_context(following(edges))
+        searcher = Searcher(database, FabricEncoder(edges))
+        own, clock = TenantContents(contents, seal), lambda: world.now
+        servicer = OrchestratorServicer(database, config, own, searcher, logs, lambda: None, clock)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
-        edge = await stack.enter_async_context(
-            edge_world(link=link, callers=callers_of(folder, two_organisations()), output=output)
-        )
         stored = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
         edge.edge.orchestrator = stored
         await stack.enter_async_context(following(stored))
@@ -119,7 +127,6 @@ async def state_world(
             )
             for key in (SEARCH_KEY, OTHER_KEY)
         ]
-        address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         world = StateWorld(
             edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs, seal=seal
         )

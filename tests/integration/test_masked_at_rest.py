@@ -50,7 +50,7 @@ def written(placeholder: str) -> list[str]:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[StateWorld]:
     link = MaskingLink(tmp_path, written)
-    async with state_world(f"sqlite:///{tmp_path}/state.db", tmp_path, SEAL, link, PARSED) as started:
+    async with state_world(f"sqlite:///{tmp_path}/state.db", tmp_path, seal=SEAL, link=link, output=PARSED) as started:
         started.edge.edge.config.masks_prompts = True
         yield started
 
@@ -116,12 +116,13 @@ async def test_what_was_stored_before_is_still_read(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/state.db"
     ids: list[str] = []
     for seals in (False, True, False):
-        async with state_world(url, tmp_path, BodySeal(b"the fabric's", seals=seals), link, PARSED) as world:
+        seal = BodySeal(b"the fabric's", seals=seals)
+        async with state_world(url, tmp_path, seal=seal, link=link, output=PARSED) as world:
             world.edge.edge.config.masks_prompts = True
             ids.append((await world.client.responses.create(model="tiny", input=f"Ask {MAIL}")).id)
             for response_id in ids:
                 assert MAIL in (await world.client.responses.retrieve(response_id)).output_text
-    async with state_world(url, tmp_path, BodySeal(b"another's", seals=True), link) as world:
+    async with state_world(url, tmp_path, seal=BodySeal(b"another's", seals=True), link=link) as world:
         for response_id, status in zip(ids, (200, 409, 200), strict=True):
             path = f"{world.edge.url}/v1/responses/{response_id}"
             headers = {"Authorization": f"Bearer {world.client.api_key}"}

@@ -40,6 +40,7 @@ from tools.cli.lazy_group import LazyGroup
             "cache": "tools.cli.cache:cache",
             "receipts": "tools.cli.commands:receipts",
             "audit": "tools.cli.commands:audit",
+            "safety": "tools.cli.commands:safety",
         },
         "Tenants": {
             "orgs": "tools.cli.tenants.orgs:orgs",
@@ -131,6 +132,11 @@ def receipts() -> None:
 )
 def audit() -> None:
     """Verify, show and erase what the safety policy has found (docs/operate/audit.md)."""
+
+
+@click.group(cls=LazyGroup, commands_at={"whatif": "tools.safety.command:whatif"})
+def safety() -> None:
+    """Try a safety policy on recorded requests (docs/operate/safety.md)."""
 
 
 if __name__ == "__main__":

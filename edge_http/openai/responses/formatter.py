@@ -16,6 +16,7 @@ from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.response_formatter import ChoiceFinish, Envelope, ResponseFormatter
 from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import chat_logprobs, cut_chat_logprobs
+from edge_http.openai.responses.file_search import ShownSearch, search_of
 from edge_http.openai.responses.output_items import WHITE_SPACE, OutputItem, collected_items, items_json
 from edge_http.openai.responses.response_object import ResponseObject, status_of
 from kvloom.errors import KvloomError
@@ -47,6 +48,10 @@ _DONE: Final = {
     PartKind.REASONING: _head("response.reasoning_text.done"),
     PartKind.TOOL_CALL: _head("response.function_call_arguments.done"),
 }
+_SEARCH_IN_PROGRESS: Final = _head("response.file_search_call.in_progress")
+_SEARCHING: Final = _head("response.file_search_call.searching")
+_SEARCHED: Final = _head("response.file_search_call.completed")
+_CITED: Final = _head("response.output_text.annotation.added")
 _CUSTOM_DELTA: Final = _head("response.custom_tool_call_input.delta")
 _CUSTOM_DONE: Final = _head("response.custom_tool_call_input.done")
 _DELTA_TAIL: Final = {PartKind.TEXT: b',"logprobs":[]}', PartKind.REASONING: b"}", PartKind.TOOL_CALL: b"}"}
@@ -64,15 +69,18 @@ class ResponsesFormatter(ResponseFormatter):
         "_items",
         "_number",
         "_object",
+        "_search",
         "_tokenizer",
     )
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> None:
-        """`options` has `echo`, see ResponseObject, and what client_tools.py says."""
+        """`options` has `echo`, see ResponseObject, and what client_tools.py and file_search.py say."""
         super().__init__(envelope)
         self._client_tools = client_tools_of(options)
         self._tokenizer = tokenizer
         self._object = ResponseObject(envelope, options["echo"])
+        self._search = search_of(envelope.id, options)
+        """It comes before the output."""
         self._items: list[OutputItem] = []
         """The last one is open."""
         self._held = ""
@@ -86,7 +94,19 @@ class ResponsesFormatter(ResponseFormatter):
 
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         begun = b',"response":%b}' % self._object.begun()
-        return self._event(_CREATED, begun), self._event(_IN_PROGRESS, begun)
+        first = self._event(_CREATED, begun), self._event(_IN_PROGRESS, begun)
+        return first if self._search is None else (*first, *self._searched(self._search))
+
+    def _searched(self, search: ShownSearch) -> list[bytes]:
+        """The events of a search, which is over by now."""
+        place = b',"item_id":"%b","output_index":0}' % search.id.encode()
+        heads = [_SEARCH_IN_PROGRESS, _SEARCHING, *([_SEARCHED] if search.status == "completed" else [])]
+        item = b',"output_index":0,"item":%b}'
+        return [
+            self._event(_ITEM_ADDED, item % search.json("in_progress")),
+            *(self._event(head, place) for head in heads),
+            self._event(_ITEM_DONE, item % search.json()),
+        ]
 
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:  # noqa: ARG002
         return self._output(events, b"")
@@ -130,14 +150,14 @@ class ResponsesFormatter(ResponseFormatter):
         return chunks
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
-        output = items_json(self._items, self._finish_reason)
+        output = [*self._before(), *items_json(self._items, self._finish_reason)]
         ended = self._object.ended(self._finish_reason, output, usage(), details, self.moderation)
         return (self._event(_ENDINGS[status_of(self._finish_reason)], b',"response":', *ended, b"}"),)
 
     def error(self, error: KvloomError) -> bytes:
         if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:  # it will not read a long event
             return RESPONSES_ERRORS.event(error, self._number)
-        output: list[Buffer] = []
+        output: list[Buffer] = self._before()[:1]
         for item in self._items:
             output += [b","] if output else []
             output += item.json("incomplete" if item is self._items[-1] else "completed")
@@ -145,8 +165,22 @@ class ResponsesFormatter(ResponseFormatter):
 
     def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
         [choice] = choices
-        output = items_json(collected_items(self._envelope.id, choice, self._client_tools), choice.finish_reason)
+        items = collected_items(self._envelope.id, choice, self._client_tools, self._num_before)
+        if self._search is not None:
+            for item in items:
+                if item.kind is PartKind.TEXT:
+                    self._search.cite(item)
+        output = [*self._before(), *items_json(items, choice.finish_reason)]
         return self._object.ended(choice.finish_reason, output, usage, details, self.moderation)
+
+    @property
+    def _num_before(self) -> int:
+        """The items before the output."""
+        return int(self._search is not None)
+
+    def _before(self) -> list[Buffer]:
+        """Their JSON, with a comma behind it."""
+        return [] if self._search is None else [self._search.json(), b","]
 
     def _output(self, events: Sequence[Event], logprobs: bytes) -> Sequence[bytes]:
         chunks: list[bytes] = []
@@ -204,7 +238,7 @@ class ResponsesFormatter(ResponseFormatter):
         if self._items:
             self._close("", chunks)
         tool = self._client_tools.get(name) or ClientTool(name)
-        item = OutputItem(self._envelope.id, len(self._items), kind, tool, call_id)
+        item = OutputItem(self._envelope.id, self._num_before + len(self._items), kind, tool, call_id)
         self._items.append(item)
         added = b',"output_index":%d,"item":' % item.index
         chunks.append(self._event(_ITEM_ADDED, added, *item.json("in_progress", is_added=True), b"}"))
@@ -226,6 +260,8 @@ class ResponsesFormatter(ResponseFormatter):
             case PartKind.REASONING:
                 chunks.append(self._event(done, place, b',"text":"', item.content, b'"}'))
             case PartKind.TEXT:
+                if self._search is not None:
+                    self._cite(self._search, item, place, chunks)
                 text = (b',"text":"', item.content, b'","logprobs":[', item.logprobs, b"]}")
                 chunks.append(self._event(done, place, *text))
         if item.kind is not PartKind.TOOL_CALL:
@@ -233,6 +269,10 @@ class ResponsesFormatter(ResponseFormatter):
         status = item.final_status(finish_reason, is_last=True)
         ended = b',"output_index":%d,"item":' % item.index
         chunks.append(self._event(_ITEM_DONE, ended, *item.json(status), b"}"))
+
+    def _cite(self, search: ShownSearch, item: OutputItem, place: bytes, chunks: list[bytes]) -> None:
+        for number, annotation in enumerate(search.cite(item)):
+            chunks.append(self._event(_CITED, place, b',"annotation_index":%d,"annotation":%b}' % (number, annotation)))
 
     def _add_delta(self, chunks: list[bytes], item: OutputItem, text: str, logprobs: bytes = b"") -> None:
         chunks.append(self._delta(item, text, logprobs))

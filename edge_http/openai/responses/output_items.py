@@ -27,7 +27,7 @@ _ID_PREFIXES: Final = {PartKind.TEXT: "msg_", PartKind.REASONING: "rs_", PartKin
 class OutputItem:
     """One item, complete or not."""
 
-    __slots__ = ("call_id", "content", "delta_frame", "id", "index", "kind", "logprobs", "tool")
+    __slots__ = ("annotations", "call_id", "content", "delta_frame", "id", "index", "kind", "logprobs", "tool")
 
     def __init__(
         self, response_id: str, index: int, kind: PartKind, tool: ClientTool | None = None, call_id: str = ""
@@ -43,15 +43,18 @@ class OutputItem:
         """The content of a JSON string: of a text, or of a call's arguments."""
         self.logprobs: Buffer = bytearray()
         """The content of a JSON array."""
+        self.annotations = b""
+        """The content of a JSON array."""
         self.delta_frame = b""
         """For the formatter: the bytes of a delta between its number and its text."""
 
     def part(self, *, is_added: bool = False) -> list[Buffer]:
         """The pieces of the JSON of the item's content part; when it is added it is empty."""
-        text, logprobs = (b"", b"") if is_added else (self.content, self.logprobs)
+        text, logprobs, annotations = (b"", b"", b"") if is_added else (self.content, self.logprobs, self.annotations)
         if self.kind is PartKind.REASONING:
             return [b'{"type":"reasoning_text","text":"', text, b'"}']
-        return [b'{"type":"output_text","annotations":[],"logprobs":[', logprobs, b'],"text":"', text, b'"}']
+        head = b'{"type":"output_text","annotations":[%b],"logprobs":[' % annotations
+        return [head, logprobs, b'],"text":"', text, b'"}']
 
     def json(self, status: str, *, is_added: bool = False) -> list[Buffer]:
         """The pieces of the item's JSON; when it is added it has no content."""
@@ -86,9 +89,12 @@ _MESSAGE: Final = b'"type":"message","role":"assistant",'
 
 
 def collected_items(
-    response_id: str, choice: CollectedChoice, client_tools: Mapping[str, ClientTool] = NO_CLIENT_TOOLS
+    response_id: str,
+    choice: CollectedChoice,
+    client_tools: Mapping[str, ClientTool] = NO_CLIENT_TOOLS,
+    first: int = 0,
 ) -> list[OutputItem]:
-    """The items of an output that is complete."""
+    """The items of an output that is complete. `first`: how many items are before them."""
     items: list[OutputItem] = []
     for number, part in enumerate(choice.parts):
         if part.kind is PartKind.TEXT and _BLANK.fullmatch(part.content):
@@ -96,12 +102,12 @@ def collected_items(
         if part.kind is PartKind.REASONING and items and items[-1].kind is PartKind.REASONING:
             items[-1].content += part.content
             continue
-        items.append(_item(response_id, len(items), choice, number, part, client_tools))
+        items.append(_item(response_id, first + len(items), choice, number, part, client_tools))
     if items:
         return items
     for number, part in enumerate(choice.parts):  # nothing but white space
-        return [_item(response_id, 0, choice, number, part, client_tools)]
-    return [OutputItem(response_id, 0, PartKind.TEXT)]
+        return [_item(response_id, first, choice, number, part, client_tools)]
+    return [OutputItem(response_id, first, PartKind.TEXT)]
 
 
 def items_json(items: Sequence[OutputItem], finish_reason: str) -> list[Buffer]:

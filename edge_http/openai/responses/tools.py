@@ -11,6 +11,8 @@ import msgspec
 from edge_http.formatting.client_tools import CUSTOM_TOOL, ClientTool, GivenTools, custom_tool, flat_name
 from edge_http.formatting.decoding import decode_body
 from edge_http.openai.requests import OpenStruct
+from edge_http.openai.responses.file_search import KIND as FILE_SEARCH
+from edge_http.openai.responses.file_search import without_found
 from edge_http.openai.responses.requests import ResponsesAllowedTool, ResponsesBody, ResponsesToolChoice
 from kvloom.conversation.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolChoice, check_choice, check_tools
 from kvloom.errors import invalid_argument, unsupported
@@ -62,27 +64,36 @@ _TOOL: Final = msgspec.json.Decoder(FunctionTool)
 _NAMESPACE: Final = msgspec.json.Decoder(_Namespace)
 
 
-def tools_of(body: ResponsesBody) -> ResponseTools:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+def tools_of(body: ResponsesBody, *, searches_files: bool = False) -> ResponseTools:
+    """`searches_files`: `file_search` is among the tools, and is no call of the model. Raises KvloomError
+    (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     if len(body.tools or ()) > MAX_TOOLS:
         raise invalid_argument(f"tools has {len(body.tools or ())} entries; at most {MAX_TOOLS}.", "tools")
     given = GivenTools()
     shown: list[Any] = []
     for number, raw in enumerate(body.tools or ()):
-        _add(given, shown, raw, number)
+        _add(given, shown, raw, number, searches_files=searches_files)
     tools = given.tools
     check_tools(tools, at="", numbers=given.numbers)
+    wanted = None if searches_files and _is_search(body.tool_choice, tools) else body.tool_choice
     if not tools:
-        if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
+        if wanted is not None and wanted not in ("none", "auto"):
             check_choice(REQUIRED, (), "tool_choice")
         return ResponseTools((), NONE, shown, left_out=given.left_out)
-    allowed, choice = _choice(body.tool_choice, tools)
+    allowed, choice = _choice(wanted, tools)
     check_choice(choice, allowed)
     numbers = [given.numbers[tools.index(tool)] for tool in allowed]
     return ResponseTools(allowed, choice, shown, numbers, given.client_tools, given.left_out)
 
 
-def _add(given: GivenTools, shown: list[Any], raw: msgspec.Raw, number: int) -> None:
+def _is_search(wanted: str | ResponsesToolChoice | None, tools: Sequence[Tool]) -> bool:
+    """Returns True if a choice asks for the search in files, which is done anyway."""
+    if isinstance(wanted, ResponsesToolChoice):
+        return wanted.type == FILE_SEARCH
+    return wanted == "required" and not tools
+
+
+def _add(given: GivenTools, shown: list[Any], raw: msgspec.Raw, number: int, *, searches_files: bool) -> None:
     at = f"tools[{number}]"
     kind = decode_body(_KIND, raw, at).type
     if kind == "function":
@@ -96,6 +107,8 @@ def _add(given: GivenTools, shown: list[Any], raw: msgspec.Raw, number: int) -> 
         given.add(mapped, number, ClientTool(custom.name, is_custom=True))
     elif kind == "namespace":
         _add_namespace(given, decode_body(_NAMESPACE, raw, at), number)
+    elif kind == FILE_SEARCH and searches_files:
+        raw = without_found(raw)
     else:
         given.leave_out(kind)
         return

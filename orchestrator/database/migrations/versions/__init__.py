@@ -3,4 +3,5 @@
 r0001_objects.py  stored objects, and their items
 r0002_batches.py  batches: who works at them, and their lines
 r0003_background.py  background responses: what they are generated from, and their events
+r0004_vector_stores.py  vector stores: their files, and the chunks of these
 """

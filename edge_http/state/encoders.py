@@ -1,0 +1,39 @@
+"""Finds the encoder of a new vector store: edges know the models, and the orchestrator does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from edge_http.edge import EMBED, GENERATE, Edge
+from edge_http.state.bodies import VectorStoreBody
+from kvloom.errors import KvloomError, invalid_argument
+
+FIELD = "embedding_model"
+
+
+def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> Mapping[str, str]:
+    """The model that the body names, or else the first encoder by name that the caller may use, and its window. Raises
+    KvloomError (INVALID_ARGUMENT, MODEL_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_PARAMETER)."""
+    name = body.embedding_model
+    if name is None:
+        able = {
+            info.name
+            for info in edge.link.fleet.models
+            if EMBED in info.capabilities and GENERATE not in info.capabilities and info.name in edge.models
+        }
+        usable = sorted(edge.usable(request, able))
+        if not usable:
+            message = (
+                f"{FIELD}: this fabric serves no encoder that you may use. Name a model that gives embeddings, or have "
+                "one added (kvloom up --model all-MiniLM-L6-v2)."
+            )
+            raise invalid_argument(message, FIELD)
+        name = usable[0]
+    try:
+        edge.check_models(request, (name,))
+        model = edge.find_embedding_model(name)
+    except KvloomError as error:
+        raise KvloomError(error.reason, error.message, field=FIELD) from error
+    return {FIELD: model.name, "embedding_window": str(edge.window(model.name))}

@@ -1,0 +1,84 @@
+"""The red team's attacks do not pass, what only looks like them does, and the red team notices a policy that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.redteam.campaign import num_leaked_chars, run_cases
+from lab.redteam.cases import CASES_PER_SEED, RedTeamCase, cases_of, cases_of_seeds
+from lab.redteam.fabric import echo_fabric
+from lab.redteam.latency import latency_by_layer
+from lab.redteam.mutators import MUTATORS
+from lab.redteam.places import PLACES
+from lab.redteam.report import RedTeamReport
+from lab.redteam.rules import policy_text
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+NUM_QUICK = 80
+NUM_SEEDS = 3
+NUM_LONG_SEEDS = 12
+MOST_FALSE_POSITIVES = 0.001
+
+
+async def report_on(redis_url: str, folder: Path, policy: str, cases: list[RedTeamCase]) -> RedTeamReport:
+    path = folder / "policy.toml"
+    path.write_text(policy, encoding="utf-8")
+    async with echo_fabric(redis_url, path) as fabric:
+        return RedTeamReport(await run_cases(fabric, cases), {})
+
+
+async def test_no_claimed_attack_passes_and_no_harmless_text_is_refused(router_redis_url: str, tmp_path: Path) -> None:
+    """A part of one seed's cases, through every API; `kvloom-lab redteam` tries thousands."""
+    cases = list(cases_of(1))
+    quick = cases[:: len(cases) // NUM_QUICK]
+    report = await report_on(router_redis_url, tmp_path, policy_text(), quick)
+    assert not report.failures, "\n".join(map(str, report.failures))
+    assert report.num_leaked_chars == report.num_passed == report.num_false_positives == 0
+    assert {result.fate for result in report.claimed} == {"refused", "cut"}
+
+
+async def test_a_policy_that_only_watches_is_found_out(router_redis_url: str, tmp_path: Path) -> None:
+    """A red team that never fails would prove nothing: here it must see every attack pass, and whole texts leak."""
+    attacks = [case for case in cases_of(2) if case.is_claimed][:20]
+    watching = policy_text().replace("message =", 'mode = "monitor"\nmessage =')
+    report = await report_on(router_redis_url, tmp_path, watching, attacks)
+    assert len(report.failures) == report.num_passed == len(attacks)
+    assert report.num_leaked_chars == sum(len(case.text) for case in attacks if case.place.is_answer) > 0
+
+
+@pytest.mark.long
+async def test_thousands_of_cases(router_redis_url: str, tmp_path: Path) -> None:
+    """The whole campaign, which docs/notes/reliability/red-team.md reports."""
+    cases = list(cases_of_seeds(NUM_LONG_SEEDS))
+    report = await report_on(router_redis_url, tmp_path, policy_text(), cases)
+    assert len(report.claimed) >= 1000
+    assert len(report.harmless) >= 2000
+    assert not [result for result in report.failures if result.case.layer is not None], report.summary
+    assert report.num_false_positives < MOST_FALSE_POSITIVES * len(report.harmless), report.summary
+
+
+def test_a_seed_gives_the_same_cases_and_all_seeds_everything_there_is() -> None:
+    """A failure is found again by its number, and no mutator or place is forgotten."""
+    assert list(map(str, cases_of(3))) == list(map(str, cases_of(3)))
+    cases = cases_of_seeds(NUM_SEEDS)
+    assert [case.number for case in cases] == list(range(NUM_SEEDS * CASES_PER_SEED))
+    assert {case.place for case in cases} == set(PLACES)
+    assert {mutator.name for mutator in MUTATORS} <= {case.kind for case in cases}
+
+
+def test_characters_behind_the_marker_are_leaks_wherever_a_client_sees_them() -> None:
+    """What comes in parts is put together, and text before the marker is no leak."""
+    case = next(case for case in cases_of(0) if case.is_claimed and case.place.is_answer)
+    assert num_leaked_chars(case, [case.before, f"{case.before} {case.marker}"]) == 0
+    assert num_leaked_chars(case, ["other", f"{case.marker}{case.text[:2]}"]) == 2
+    assert num_leaked_chars(case, [case.written]) == len(case.text)
+
+
+def test_each_layer_is_timed() -> None:
+    """Layers are told apart, so that a slow one is seen."""
+    times = latency_by_layer([case for case in cases_of(0) if case.layer is None][:3])
+    assert list(times) == ["list", "look-alikes", "pattern", "card", "all of them"]
+    assert all(0 < each.prompt.p50 <= each.prompt.p99 for each in times.values())
