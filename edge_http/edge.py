@@ -44,6 +44,7 @@ from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom_common.process.control_socket import run_folder
 from kvloom_common.receipts.key_files import key_path, public_path
 from kvloom_common.replay.stream_retention import ResumeSettings
+from kvloom_common.trust.state_seal import StateSealer
 
 if TYPE_CHECKING:
     from edge_http.tracing import EdgeTracing
@@ -176,6 +177,8 @@ class Edge:
         """None without tenants."""
         self.orchestrator: OrchestratorLink | None = None
         """None: nothing is stored."""
+        self.state_sealer = StateSealer(b"")
+        """Seals what clients keep for the fabric."""
         self.tracing: EdgeTracing | None = None
         """None: there are no traces."""
         self.witness: DeliveryLog | None = None

@@ -16,6 +16,7 @@ from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.orchestrator_service_pb2 import (
     BeginResponseRequest,
+    ExportRequest,
     KeepResponseRequest,
     OperateRequest,
     Owner,
@@ -65,11 +66,12 @@ class OrchestratorLink:
         ids: Sequence[str],
         query: Mapping[str, str] | None = None,
         body: bytes = b"",
+        seconds: float = CALL_SECONDS,
     ) -> bytes:
-        """The JSON of the answer. Raises KvloomError."""
+        """The JSON of the answer, within so many seconds. Raises KvloomError."""
         wanted = OperateRequest(owner=owner, operation=operation, ids=ids, query=query or {}, body=body)
         async with self._asking() as stub:
-            return (await stub.Operate(wanted, timeout=CALL_SECONDS)).body
+            return (await stub.Operate(wanted, timeout=seconds)).body
 
     async def read_context(self, request: ReadContextRequest) -> ReadContextResponse:
         """Raises KvloomError."""
@@ -119,6 +121,15 @@ class OrchestratorLink:
         async with self._asking() as stub:
             async for response in stub.ReadFile(ReadFileRequest(owner=owner, file_id=file_id)):
                 yield response
+
+    async def export(
+        self, owner: Owner, operation: str, ids: Sequence[str], query: Mapping[str, str]
+    ) -> AsyncGenerator[bytes]:
+        """Lines of JSON. The first piece is empty. Raises KvloomError."""
+        async with self._asking() as stub:
+            wanted = ExportRequest(owner=owner, operation=operation, ids=ids, query=query)
+            async for response in stub.Export(wanted):
+                yield response.lines
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[OrchestratorServiceStub]:

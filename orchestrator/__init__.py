@@ -10,6 +10,7 @@ search/        chunks and vectors of files, and how they are found
 jobs/          work that outlives a process: who does it
 batches/       checks batches, and works at them
 background/    background responses
+webhooks/      what tenants are told at their own URLs
 api/           the operations of OpenAI's API on them
 service/       the gRPC service and the process
 seal.py        encrypts bodies where edges hide personal data

@@ -25,6 +25,12 @@ BACKGROUND_ENDED: Final = TABLE.counter(
 INDEXED_FILES: Final = TABLE.counter(
     "kvloom_orchestrator_indexed_files", "files", "Files of vector stores that were indexed, by how it ended.", "status"
 ).family(REGISTRY)
+WEBHOOKS: Final = TABLE.counter(
+    "kvloom_orchestrator_webhooks",
+    "tries",
+    "Webhooks that were sent, failed and are tried again, or were given up, by outcome.",
+    "outcome",
+).family(REGISTRY)
 EXPIRED: Final = TABLE.counter(
     "kvloom_orchestrator_expired", "objects", "Objects that were deleted because they had expired."
 ).series(REGISTRY)

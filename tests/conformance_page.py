@@ -19,18 +19,21 @@ from openai.types import (
     completion_create_params,
     embedding_create_params,
     moderation_create_params,
+    upload_complete_params,
+    upload_create_params,
     vector_store_create_params,
     vector_store_search_params,
 )
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.conversations import conversation_create_params, item_create_params
-from openai.types.responses import ResponseStreamEvent, response_create_params
+from openai.types.responses import ResponseStreamEvent, response_compact_params, response_create_params
 from openai.types.vector_stores import file_batch_create_params, file_create_params
+from openai.types.webhooks import webhook_create_params
 
 from edge_http.openai import requests
 from edge_http.openai.embeddings import EmbeddingsBody
 from edge_http.openai.responses import formatter
-from edge_http.openai.responses.requests import StoredResponsesBody
+from edge_http.openai.responses.requests import CompactBody, StoredResponsesBody
 from edge_http.server.api_docs import API_ROUTES
 from edge_http.state import bodies
 
@@ -43,10 +46,14 @@ _PARAMETERS: Final[dict[str, tuple[Any, type]]] = {
     "POST /chat/completions": (chat_params.CompletionCreateParamsBase, requests.ChatBody),
     "POST /completions": (completion_create_params.CompletionCreateParamsBase, requests.CompletionBody),
     "POST /responses": (response_create_params.ResponseCreateParamsBase, StoredResponsesBody),
+    "POST /responses/compact": (response_compact_params.ResponseCompactParams, CompactBody),
     "POST /embeddings": (embedding_create_params.EmbeddingCreateParams, EmbeddingsBody),
     "POST /moderations": (moderation_create_params.ModerationCreateParams, requests.ModerationBody),
     "POST /conversations": (conversation_create_params.ConversationCreateParams, bodies.NewConversationBody),
     "POST /conversations/{}/items": (item_create_params.ItemCreateParams, bodies.NewItemsBody),
+    "POST /uploads": (upload_create_params.UploadCreateParams, bodies.UploadBody),
+    "POST /uploads/{}/complete": (upload_complete_params.UploadCompleteParams, bodies.CompleteUploadBody),
+    "POST /webhook_endpoints": (webhook_create_params.WebhookCreateParams, bodies.NewWebhookBody),
     "POST /batches": (batch_create_params.BatchCreateParams, bodies.BatchBody),
     "POST /vector_stores": (vector_store_create_params.VectorStoreCreateParams, bodies.VectorStoreBody),
     "POST /vector_stores/{}/search": (vector_store_search_params.VectorStoreSearchParams, bodies.SearchBody),

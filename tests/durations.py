@@ -27,7 +27,7 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 424,
     "tests/fuzz": 14,
-    "tests/integration": 500,
+    "tests/integration": 508,
     "tests/lab": 92,
     "tests/property": 59,
     "tests/unit": 144,

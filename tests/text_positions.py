@@ -51,6 +51,7 @@ INSIDE: Final[Mapping[tuple[str, str], Sequence[type]]] = {
         input_items.CallOutputItem,
         input_items.ReasoningItem,
     ),
+    ("CompactBody", "input"): (input_items.MessageItem,),
     ("StoredResponsesBody", "tools"): (
         response_tools.FunctionTool,
         response_tools._Namespace,
@@ -64,6 +65,8 @@ INSIDE: Final[Mapping[tuple[str, str], Sequence[type]]] = {
 """What is decoded later where a body has any JSON."""
 
 KINDS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+    "CompactBody": ({"input": "hi"},),
+    "StoredResponsesBody": ({"input": "hi"},),
     "ToolBody": ({"type": "function"}, {"type": "custom"}),
     "ToolChoiceBody": ({"type": "function"}, {"type": "allowed_tools"}),
     "MessageItem": ({"type": "message", "role": "user"}, {"type": "message", "role": "assistant"}),
@@ -117,7 +120,7 @@ UNSHOWN: Final[Mapping[str, str]] = {
     r"user|safety_identifier|metadata\..*|client_metadata|prompt_cache_\w+|cache_salt": _OF_CALLER,
     r"request_id|session_key|fairness_id|resume_token|continuation_ticket": _OF_CALLER,
     r"priority_class|adapter_checksum": "must be known here",
-    r"previous_response_id|conversation(\.id)?": "names what is screened in the prompt",
+    r"previous_response_id|conversation(\.id)?|prompt\..*": "names what is screened in the prompt",
     r"(.*\.)?(cache_control|signature|early_stopping|diagnostics|betas\[\]|output_schema)": "not used",
     r"messages\[\]\.content\[\]\.data|tools\[\]\.Namespace\.description": "not used",
     r"(.*\.)?allowed_callers\[\]": "not used",

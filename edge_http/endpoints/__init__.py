@@ -15,10 +15,13 @@ embeddings.py  POST /v1/embeddings
 ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses
 file_search.py  searches vector stores for what the user asks
+response_job.py  from the body of a response to its job
+compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued
 background.py  background responses
 ownership.py   who owns stored objects
 keeping.py     brings streams to their end that are stored
-stored.py      responses that are stored: their context, how they are kept and found
+stored_input.py  the stored objects that a response has to do with
+stored.py      responses that are stored: how they are kept and found
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models

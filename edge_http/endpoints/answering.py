@@ -88,6 +88,8 @@ class GenerationJob(TimedJob):
     begin: Callable[[], Coroutine[Any, Any, web.StreamResponse]] | None = None
     """Has the response generated in the background, and answers with what there is of it. Raises KvloomError. None: it
     is generated here."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """Makes the body out of that of the response. None: it is that."""
     moderation: WantedModeration | None = None
     originals: Mapping[str, str] = {}
     """Texts that are hidden from the model, by their placeholders."""
@@ -252,6 +254,18 @@ async def deliver_whole(
     return await deliver_kept(edge, request, kept, is_replay=False)
 
 
+async def collected_within(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> bytes:
+    """The body of an answer that the answer of the request needs. Raises KvloomError."""
+    schedule(edge, request, job)
+    check_job_window(edge, job)
+    name = new_response_id(job.id_prefix, edge.tag)
+    formatter = formatter_of(job.shape, _envelope(job, name), job.model.tokenizer)
+    wrapped = wrapped_run(edge, request, job, formatter, None) if job.originals else None
+    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
+        body = await _whole_body(edge, request, job, formatter, name, None, wrapped, lease)
+        return b"".join(body.pieces)
+
+
 async def _whole_body(
     edge: Edge,
     request: web.BaseRequest,
@@ -277,6 +291,8 @@ async def _whole_body(
     else:
         await held.deliver(collected, request.writer.drain, job.deadline)
     pieces = collected.body(with_details=job.asked.wants_details)
+    if job.rewrite is not None:
+        pieces = [job.rewrite(b"".join(pieces))]
     if job.keep is not None:
         await job.keep(b"".join(pieces))
     more = explanation(collected.first_start) if job.asked.wants_explanation else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +15,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, schedule
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import starting_after
+from edge_http.endpoints.stored_input import StoredInput, input_items
 from edge_http.formatting.error_formats import error_format_of
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.responses.file_search import FileSearch, with_found
@@ -48,12 +48,11 @@ async def begin_background(
     request: web.BaseRequest,
     raw: bytes,
     body: StoredResponsesBody,
-    items: Sequence[Sequence[msgspec.Raw]],
+    stored: StoredInput,
     job: GenerationJob,
     search: FileSearch | None = None,
 ) -> web.StreamResponse:
-    """Have a response generated in the background. `items`: those before its input, and its input. `search`: what was
-    found in files. Raises KvloomError."""
+    """Have a response generated in the background. `search`: what was found in files. Raises KvloomError."""
     schedule(edge, request, job)
     assert edge.orchestrator is not None
     response_id = f"resp_{os.urandom(24).hex()}"
@@ -62,8 +61,11 @@ async def begin_background(
     fields: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     for name in ("models", "background_options"):  # they have had their effect
         fields.pop(name, None)
-    earlier, given = items
+    given, prompt = input_items(stored), stored.prompt
+    earlier = stored.earlier if prompt is None else [*prompt.items, *stored.earlier]
     fields |= {"model": job.model.name, "stream": True, "input": [*earlier, *given]}
+    if prompt is not None:  # it is part of the input from now on
+        fields |= {"instructions": stored.echo["instructions"], "prompt": prompt.echo}
     if body.has_time:
         fields["service_tier"] = "flex"
     if search is not None:

@@ -34,12 +34,13 @@ _APIS: Final = {
     "/v1/uploads": ("Uploads", _FILES),
     "/v1/vector_stores": ("Vector stores", _FILES),
     "/v1/videos": ("Videos", _CHAT),
+    "/v1/webhook_endpoints": ("Webhooks", "Ask again for what is to be waited for."),
+    "/v1/webhook_event_types": ("Webhooks", "Ask again for what is to be waited for."),
 }
 
 
 _OWN_HISTORY: Final = "Nothing is stored here: keep the conversation, and send it with each request."
 _OPERATIONS: Final = (
-    (r"POST /v1/responses/compact", "compact conversations", _OWN_HISTORY.replace("keep", "shorten")),
     (r"GET /v1/responses/[^/]+/input_items", "list the input of responses", _OWN_HISTORY),
     (r"DELETE /v1/responses/[^/]+", "delete responses", _OWN_HISTORY),
     (

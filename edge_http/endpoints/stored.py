@@ -1,9 +1,9 @@
-"""Responses that are stored: what comes before their input, how they are kept, and how they are found again."""
+"""Responses that are stored: how they are kept, and how they are found again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -21,63 +21,14 @@ from edge_http.endpoints.background import cancel_background, read_background
 from edge_http.endpoints.keeping import KeptCandidate, KeptRun
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import cancel_response, resume_stream
-from edge_http.formatting.json_bytes import Json
+from edge_http.endpoints.stored_input import StoredInput, input_items
 from edge_http.formatting.response_formatter import Envelope
-from edge_http.openai.responses.input_items import references_in
 from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.submission import RunAnswer, run_submission
 from edge_http.wire.headers import RELAYED
-from kvloom.v1.orchestrator_service_pb2 import KeepResponseRequest, Owner, ReadContextRequest
+from kvloom.v1.orchestrator_service_pb2 import KeepResponseRequest, Owner
 from kvloom_common.limits.byte_budget import ByteBudget
-
-
-class StoredInput(msgspec.Struct):
-    """The stored objects that a response has to do with."""
-
-    earlier: list[msgspec.Raw]
-    """The items before its input."""
-    input: str | list[msgspec.Raw]
-    """Its input, with the items to which it refers."""
-    echo: Json
-    """The fields by which the response tells of them."""
-
-
-async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
-    """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT, ORCHESTRATOR_UNAVAILABLE)."""
-    references = references_in(body.input)
-    given: str | list[msgspec.Raw] = body.input
-    earlier: list[msgspec.Raw] = []
-    if references or body.previous_response_id or body.conversation_id:
-        wanted = ReadContextRequest(
-            owner=owner,
-            previous_response_id=body.previous_response_id or "",
-            conversation_id=body.conversation_id,
-            item_ids=list(references.values()),
-        )
-        context = await link.read_context(wanted)
-        earlier = [msgspec.Raw(item) for item in context.items]
-        if references and not isinstance(given, str):
-            given = list(given)
-            for place, item in zip(references, context.referred_items, strict=True):
-                given[place] = msgspec.Raw(item)
-    return StoredInput(earlier, given, state_echo(body))
-
-
-def state_echo(body: StoredResponsesBody) -> Json:
-    """The fields that need state, as the response repeats them."""
-    return {
-        "store": body.is_stored,
-        "previous_response_id": body.previous_response_id,
-        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
-        "background": bool(body.background),
-    }
-
-
-def input_items(stored: StoredInput) -> Sequence[msgspec.Raw]:
-    """The input as items."""
-    given = stored.input
-    return [msgspec.Raw(msgspec.json.encode({"role": "user", "content": given}))] if isinstance(given, str) else given
 
 
 async def keep_response(

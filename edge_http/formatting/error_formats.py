@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
-_SHARED_PATH: Final = "/v1/models"
+_SHARED_PATHS: Final = ("/v1/models", "/v1/files")
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -96,8 +96,8 @@ ANTHROPIC_ERRORS: Final[ErrorFormat] = _AnthropicErrors()
 
 
 def error_format_of(path: str, *, has_anthropic_version: bool = False) -> ErrorFormat:
-    """The format of the API to which a path belongs. Both APIs have the list of models; only Anthropic's clients send
+    """The format of the API to which a path belongs. Both APIs have models and files; only Anthropic's clients send
     `anthropic-version`."""
-    if path.startswith(_ANTHROPIC_PATH) or (has_anthropic_version and path.startswith(_SHARED_PATH)):
+    if path.startswith(_ANTHROPIC_PATH) or (has_anthropic_version and path.startswith(_SHARED_PATHS)):
         return ANTHROPIC_ERRORS
     return RESPONSES_ERRORS if path.startswith(_RESPONSES_PATH) else OPENAI_ERRORS

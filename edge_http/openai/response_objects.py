@@ -329,6 +329,17 @@ class Response(msgspec.Struct, kw_only=True):
     usage: dict[str, Any] | None
 
 
+class Compaction(msgspec.Struct, kw_only=True):
+    """A conversation that was compacted. Its output is the input of what follows."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    """The messages of the user, and an item that stands for the whole conversation."""
+    usage: dict[str, Any]
+
+
 class NamedEvent(msgspec.Struct, kw_only=True):
     """An event of an API whose events have names: the name is also its type."""
 

@@ -137,6 +137,18 @@ PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     ),
     "order": _parameter("order", "By age.", {"type": "string", "enum": ["asc", "desc"]}, place="query"),
     "stored_model": _parameter("model", "Only those of this model.", {"type": "string"}, place="query"),
+    "search": _parameter(
+        "search", "Only conversations that have an item with all of these words.", {"type": "string"}, place="query"
+    ),
+    "deleted": _parameter("deleted", "true: those that are deleted and can be restored.", _TRUE, place="query"),
+    "rating": _parameter(
+        "rating", "Only feedback with this thumb.", {"type": "string", "enum": ["up", "down"]}, place="query"
+    ),
+    "feedback": _parameter(
+        "feedback", "Only responses with feedback, or with this thumb.",
+        {"type": "string", "enum": ["any", "up", "down"]}, place="query",
+    ),
+    "prompt_version": _parameter("version", "Not the latest version, but this one.", {"type": "string"}, place="query"),
     "purpose": _parameter("purpose", "Only files of this purpose.", {"type": "string"}, place="query"),
     "page_size": _parameter(
         "page_size", "How many entries a page has; 100 if it is not given.",

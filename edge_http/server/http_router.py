@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 MAX_NAMED_MODELS: Final = 16
 UNKNOWN_ROUTE: Final = "unknown"
-_NO_IDS: Final = frozenset(("compact", "batches"))
+_NO_IDS: Final = frozenset(("batches",))
 """These stand in the place of an id in paths of these APIs that are not served."""
 
 _ID: Final = re.compile(r"\{\w+\}")
@@ -176,8 +176,8 @@ def route_of(request: web.BaseRequest) -> str:
         return template
     for folder, routes in _BY_FOLDER.items():
         if path.startswith(folder) and len(path) > len(folder):
-            plain = routes[""]
-            if plain.takes_slashes:
+            plain = routes.get("")
+            if plain is not None and plain.takes_slashes:
                 return plain.path
             name, _, operation = path.removeprefix(folder).partition("/")
             found = routes.get(operation) if name and (operation or name not in _NO_IDS) else None

@@ -39,6 +39,7 @@ from kvloom_common.process.service import StartError, announce_leaving, wait_to_
 from kvloom_common.process.watched_files import following
 from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.state_seal import StateSealer
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
 
@@ -102,6 +103,7 @@ async def serve_edge(
         edge.usage = TenantUsage(callers.identities)
         if config.control.witness:
             edge.witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
+    edge.state_sealer = StateSealer(trust.state_key)
     if config.orchestrator.enabled:
         edge.orchestrator = OrchestratorLink(config, name, trust)
     tracer = open_tracer(config.tracing, "edge", name)

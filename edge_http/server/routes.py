@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from edge_http.anthropic.requests import MessagesBody, PromptBody
+from edge_http.endpoints.compacting import compact
 from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.guardrail import GuardrailAction, GuardrailBody, guardrail
@@ -26,7 +27,7 @@ from edge_http.openai import response_objects as objects
 from edge_http.openai.embeddings import EmbeddingsBody
 from edge_http.openai.lora_adapters import LoadAdapterBody, UnloadAdapterBody
 from edge_http.openai.ranking import RerankBody, ScoreBody
-from edge_http.openai.responses.requests import StoredResponsesBody
+from edge_http.openai.responses.requests import CompactBody, StoredResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
@@ -157,6 +158,16 @@ ROUTES: Final[tuple[Route, ...]] = (
         Success("The number of tokens.", objects.InputTokens),
         body=StoredResponsesBody, parameters=(REQUEST_ID,), errors=(404, 429, 503),
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?"}},
+    ),
+    _route(
+        "/v1/responses/compact", "POST", compact, "compactResponse", "Text", "Compact a conversation",
+        Success("The input of what follows on the conversation.", objects.Compaction, headers=_ANSWER_HEADERS),
+        body=CompactBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
+        examples={
+            "A conversation": {
+                "model": _MODEL, "input": [*_MESSAGES, {"role": "assistant", "content": "It is Paris."}],
+            }
+        },
     ),
     _route(
         "/v1/messages/count_tokens", "POST", count_tokens, "countTokens", "Text", "The size of a message's prompt",

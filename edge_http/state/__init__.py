@@ -1,9 +1,10 @@
-"""The paths of OpenAI's API whose objects the orchestrator stores.
+"""The paths whose objects the orchestrator stores.
 
 bodies.py   the bodies of requests
 objects.py  the objects, for the OpenAPI document
-state_route.py  what the routes have in common
-routes.py   the routes: what an operation of the orchestrator is over HTTP
+routes.py   the routes of OpenAI's API: what an operation of the orchestrator is over HTTP
+own_routes.py  those that OpenAI's API does not have
+state_route.py  what all of them have in common
 files.py    uploads and downloads
 encoders.py  the encoder of a new vector store
 vector_routes.py  the routes of vector stores

@@ -36,6 +36,33 @@ class OutputExpiry(Body, kw_only=True):
     """The number of seconds after which output and error files expire; 30 days by default."""
 
 
+class FileExpiry(Body, kw_only=True):
+    anchor: Literal["created_at"]
+    """The time from which the seconds count."""
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+    """The number of seconds after which the file expires."""
+
+
+class UploadBody(Body, kw_only=True):
+    filename: str
+    """The name of the file."""
+    purpose: str
+    """The same as that of a file."""
+    bytes: Annotated[int, Meta(ge=1, le=2**33)]
+    """The size of the file, which all parts together have."""
+    mime_type: Annotated[str, Meta(min_length=1, max_length=256)]
+    """The type of the file, such as text/plain."""
+    expires_after: FileExpiry | None = None
+    """The time after which the file expires."""
+
+
+class CompleteUploadBody(Body, kw_only=True):
+    part_ids: Annotated[list[str], Meta(min_length=1, max_length=1000)]
+    """The parts, in the order of the file."""
+    md5: Annotated[str, Meta(max_length=64)] | None = None
+    """The checksum of the file, in hexadecimal. By default it is not checked."""
+
+
 class BatchBody(Body, kw_only=True):
     input_file_id: str
     """A file of the purpose batch. Each of its lines is a request: `{custom_id, method: "POST", url, body}`."""
@@ -133,3 +160,84 @@ class FileBatchBody(Body, kw_only=True):
     """Those of all `file_ids`."""
     chunking_strategy: ChunkingStrategy | None = None
     """That of all `file_ids`."""
+
+
+EventTypes = Annotated[
+    list[
+        Literal[
+            "batch.cancelled",
+            "batch.completed",
+            "batch.expired",
+            "batch.failed",
+            "response.cancelled",
+            "response.completed",
+            "response.failed",
+            "response.incomplete",
+        ]
+    ],
+    Meta(min_length=1, max_length=64),
+]
+EndpointName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class NewWebhookBody(Body, kw_only=True):
+    name: EndpointName
+    """For its readers."""
+    url: str
+    """It begins with https://, and has a public address."""
+    event_types: EventTypes
+    """The events that it is told of."""
+
+
+class WebhookBody(Body, kw_only=True):
+    name: EndpointName | None = None
+    """Another name. By default it stays, as the others do."""
+    url: str | None = None
+    """Another URL."""
+    event_types: EventTypes | None = None
+    """All that it is told of from now on."""
+
+
+class RotateSecretBody(Body, kw_only=True):
+    keep_old_secret_active_for_24_hours: bool | None = None
+    """True: messages are signed with the old secret, too, for a day. The default is false."""
+
+
+class WebhookTestBody(Body, kw_only=True):
+    event_type: Literal[
+        "batch.cancelled",
+        "batch.completed",
+        "batch.expired",
+        "batch.failed",
+        "response.cancelled",
+        "response.completed",
+        "response.failed",
+        "response.incomplete",
+    ]
+    """The event that the message tells of."""
+
+
+class PromptVersionBody(Body, kw_only=True):
+    instructions: str | None = None
+    """The system message. `{{name}}` stands for a variable, here and in the messages."""
+    input: NewItems | None = None
+    """Messages that come before all others."""
+
+
+class NewPromptBody(PromptVersionBody, kw_only=True):
+    name: EndpointName | None = None
+    """For its readers."""
+    metadata: Metadata | None = None
+    """Up to 16 texts by name."""
+
+
+class TitleBody(Body, kw_only=True):
+    title: Annotated[str, Meta(min_length=1, max_length=512)]
+    """It becomes the `title` of the conversation's metadata."""
+
+
+class FeedbackBody(Body, kw_only=True):
+    rating: Literal["up", "down"] | None = None
+    """A thumb. By default there is none, and only a text."""
+    text: Annotated[str, Meta(max_length=4096)] | None = None
+    """The words of the user. By default there are none."""

@@ -40,6 +40,26 @@ class FileList(msgspec.Struct):
     has_more: bool
 
 
+class UploadObject(msgspec.Struct):
+    id: str
+    object: Literal["upload"]
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    bytes: int
+    mime_type: str
+    status: Literal["pending", "completed", "cancelled"]
+    file: FileObject | None
+
+
+class UploadPartObject(msgspec.Struct):
+    id: str
+    object: Literal["upload.part"]
+    created_at: int
+    upload_id: str
+
+
 class BatchObject(msgspec.Struct):
     """OpenAI's batch, with the times of its states, and its usage."""
 
@@ -167,3 +187,99 @@ class SearchPage(msgspec.Struct):
     data: list[SearchResult]
     has_more: bool
     next_page: str | None
+
+
+class WebhookEndpointObject(msgspec.Struct):
+    id: str
+    object: Literal["webhook_endpoint"]
+    created_at: int
+    updated_at: int
+    name: str
+    url: str
+    event_types: list[str]
+    signing_secret_hint: str
+    signing_secret: str | msgspec.UnsetType = msgspec.UNSET
+    """Only when it is made or rotated."""
+
+
+class WebhookEndpointList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[WebhookEndpointObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class WebhookTestObject(msgspec.Struct):
+    object: Literal["webhook_endpoint.test"]
+    webhook_endpoint_id: str
+    event_type: str
+    status_code: int
+    success: Literal[True]
+
+
+class EventTypeList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[str]
+
+
+class PromptObject(msgspec.Struct):
+    """One version of a prompt."""
+
+    id: str
+    object: Literal["prompt"]
+    created_at: int
+    name: str | None
+    metadata: dict[str, str]
+    latest_version: str
+    version: str
+    version_created_at: int
+    instructions: str | None
+    input: list[dict[str, Any]]
+    variables: list[str]
+
+
+class PromptList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[PromptObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class HistoryObject(ConversationObject):
+    """A conversation, as a user looks for it."""
+
+    title: str
+    num_items: int
+    snippets: list[dict[str, str]] | msgspec.UnsetType = msgspec.UNSET
+    """Where the words of a search were found."""
+
+
+class HistoryList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[HistoryObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class RemovedObject(DeletedObject):
+    purged_at: int
+
+
+class FeedbackObject(msgspec.Struct):
+    id: str
+    object: Literal["feedback"]
+    created_at: int
+    response_id: str
+    rating: Literal["up", "down"] | None
+    text: str | None
+
+
+class FeedbackList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[FeedbackObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,4 +1,4 @@
-"""Makes the routes of stored objects, which have much in common."""
+"""The route of an operation on stored objects."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from edge_http.state.handler import operating
 from edge_http.wire.headers import REQUEST_ID
 
 _ERRORS: Final = (400, 404, 409, 413, 415, 429, 501, 503)
+PAGE: Final = ("after", "limit", "order")
 
 
 def state_route(method: str, path: str, name: str, tag: str, summary: str, answer: Any, **more: Any) -> Route:
+    """The route of an operation of the orchestrator, whose id is its name."""
     body, parameters = more.pop("body", None), more.pop("parameters", ())
     handler = more.pop("handler", None) or operating(name, path, body)
     return Route(

@@ -38,5 +38,10 @@ class OrchestratorConfig(Section):
     """How many background responses of a tenant may be queued or in progress."""
     response_days: Annotated[int, Meta(ge=1, le=36_500)] = 30
     """How long responses and chat completions are kept that no conversation has."""
+    deleted_days: Annotated[int, Meta(ge=1, le=36_500)] = 30
+    """How long a deleted conversation can be restored (`DELETE /kvloom/v1/conversations/{id}`)."""
+    webhook_private_hosts: Annotated[list[str], Meta(max_length=64)] = []
+    """"HOST" or "HOST:PORT": what webhooks may call although it has no public address, also by http. All others are
+    called by https at public addresses."""
     max_items: PositiveInt = 10_000
     """How many items a conversation may have, and how many the responses before another one together."""

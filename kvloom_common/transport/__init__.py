@@ -5,5 +5,6 @@ standard_services.py  health checks and reflection, beside a server's own servic
 checked_server.py   answers malformed messages with INVALID_ARGUMENT
 plain_messages.py   messages as values of JSON, and back
 no_redirects.py     calls of configured addresses, without redirects
+public_addresses.py  calls of addresses that clients have given
 local_server.py     serves local streams
 """

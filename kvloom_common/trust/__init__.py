@@ -11,4 +11,5 @@ roles.py          which roles of processes may call which methods
 certificates.py   certificates that each process makes for itself from the secret, for TLS between processes
 seal.py           how registry records and journal entries are protected; without a secret, not at all
 sealing.py        the same with a secret
+state_seal.py     how what is kept for long is sealed
 """

@@ -42,6 +42,11 @@ class FabricTrust(Protocol):
         """The key for kvloom_common.access.cache_salts.CacheSalts."""
         ...
 
+    @property
+    def state_key(self) -> bytes:
+        """The key for kvloom_common.trust.state_seal.StateSealer."""
+        ...
+
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Listen on host:port for processes of this fabric; returns the port. Raises RuntimeError if that fails."""
         ...
@@ -84,6 +89,7 @@ class NoSecret:
     sealer: Sealer = PLAIN
     caller_key = b""
     cache_key = b""
+    state_key = b""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_insecure_port(address)

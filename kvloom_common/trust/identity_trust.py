@@ -48,3 +48,7 @@ class IdentityTrust(TlsTrust):
     @property
     def cache_key(self) -> bytes:
         raise SecretError(_NEEDS_SECRET)
+
+    @property
+    def state_key(self) -> bytes:
+        raise SecretError(_NEEDS_SECRET)

@@ -83,6 +83,12 @@ class FabricSecret:
         is cached is found again."""
         return hmac.digest(self.identity, b"kvloom cache salts", hashlib.sha256)
 
+    @property
+    def state_key(self) -> bytes:
+        """The key for kvloom_common.trust.state_seal.StateSealer. A rotation does not change it either, since what is
+        stored outlives many."""
+        return hmac.digest(self.identity, b"kvloom stored state", hashlib.sha256)
+
     def keys(self, purpose: str) -> dict[str, bytes]:
         """The keys for one purpose (32 bytes), by key id. The first is used, all are accepted."""
         return {key_id(secret): hmac.digest(secret, f"kvloom {purpose}".encode(), "sha256") for secret in self.secrets}

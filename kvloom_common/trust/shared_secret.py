@@ -54,3 +54,7 @@ class SharedSecret(TlsTrust):
     @property
     def cache_key(self) -> bytes:
         return self._secret.cache_key
+
+    @property
+    def state_key(self) -> bytes:
+        return self._secret.state_key

@@ -10,6 +10,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
+from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.files.sealed import TenantContents
 from orchestrator.search.searcher import Searcher
 
@@ -22,6 +23,7 @@ class OperationCall:
     contents: TenantContents
     searcher: Searcher
     settings: OrchestratorConfig
+    sealer: StateSealer
     tenant: str
     key_id: str
     now: float

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import invalid_argument
 from kvloom.v1.orchestrator_service_pb2 import FileFacts
 from orchestrator.api.call import OperationCall, operation, quota_reached
-from orchestrator.database.schema import objects as table
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject, new_file
 from orchestrator.store.pages import as_list, page_of
@@ -31,7 +29,7 @@ def shown(one: StoredObject) -> dict[str, Any]:
         "expires_at": None if one.expires_at is None else int(one.expires_at),
         "status": "processed",
         "status_details": None,
-        **one.body,
+        **{name: value for name, value in one.body.items() if name != "mime_type"},
     }
 
 
@@ -41,27 +39,34 @@ def check_facts(facts: FileFacts) -> None:
         raise invalid_argument(f"purpose must be one of {', '.join(PURPOSES)}.", "purpose")
     if not facts.filename or len(facts.filename) > MAX_NAME_CHARS:
         raise invalid_argument(f"file must have a name of at most {MAX_NAME_CHARS} characters.", "file")
-    expiry = facts.expires_after_seconds
-    if expiry and not MIN_EXPIRY_SECONDS <= expiry <= MAX_EXPIRY_SECONDS:
-        message = f"expires_after[seconds] must be from {MIN_EXPIRY_SECONDS} to {MAX_EXPIRY_SECONDS}."
-        raise invalid_argument(message, "expires_after[seconds]")
+    expiry, most, field = facts.expires_after_seconds, MAX_EXPIRY_SECONDS, "expires_after[seconds]"
+    if facts.of_anthropic:
+        most, field = 3 * MAX_EXPIRY_SECONDS, "expires_in_seconds"
+    if expiry and not MIN_EXPIRY_SECONDS <= expiry <= most:
+        raise invalid_argument(f"{field} must be from {MIN_EXPIRY_SECONDS} to {most}.", field)
 
 
-async def add(call: OperationCall, facts: FileFacts, file_id: str, num_bytes: int) -> Any:
+async def add(call: OperationCall, facts: FileFacts, file_id: str, num_bytes: int) -> StoredObject:
     """Makes the row of a file whose content is stored. Raises KvloomError (FAILED_PRECONDITION)."""
+    async with call.database.writing() as connection:
+        return await add_within(connection, call, facts, file_id, num_bytes)
+
+
+async def add_within(
+    connection: AsyncConnection, call: OperationCall, facts: FileFacts, file_id: str, num_bytes: int
+) -> StoredObject:
+    """Does what `add` does, as a part of a transaction."""
     seconds = facts.expires_after_seconds or (MAX_EXPIRY_SECONDS if facts.purpose == "batch" else 0)
     expires_at = call.now + seconds if seconds else None
-    one = new_file(facts.filename, facts.purpose, num_bytes, call.now, expires_at, file_id)
-    async with call.database.writing() as connection:
-        await check_quota(connection, call)
-        await objects.add(connection, call.tenant, KIND, one)
-    return shown(one)
+    one = new_file(facts.filename, facts.purpose, num_bytes, call.now, expires_at, file_id, facts.mime_type)
+    await check_quota(connection, call)
+    await objects.add(connection, call.tenant, KIND, one)
+    return one
 
 
 async def check_quota(connection: AsyncConnection, call: OperationCall) -> None:
     """Raises KvloomError (FAILED_PRECONDITION) if the tenant may have no further file."""
-    wanted = sa.select(sa.func.count()).where(table.c.tenant == call.tenant, table.c.kind == KIND)
-    if (await connection.scalar(wanted) or 0) >= call.settings.max_files:
+    if await objects.count(connection, call.tenant, KIND, call.now) >= call.settings.max_files:
         raise quota_reached(f"There are {call.settings.max_files} files already (orchestrator.max_files).")
 
 

@@ -18,7 +18,7 @@ from kvloom.v1.orchestrator_service_pb2 import (
     ReadContextRequest,
     ReadContextResponse,
 )
-from orchestrator.api import chat_completions, conversations
+from orchestrator.api import chat_completions, conversations, prompts
 from orchestrator.api.call import OperationCall, operation
 from orchestrator.background import rows
 from orchestrator.database.schema import jobs, runs
@@ -27,6 +27,7 @@ from orchestrator.seal import seal_of
 from orchestrator.store import items, objects
 from orchestrator.store.objects import StoredObject
 from orchestrator.store.pages import as_list, page_of
+from orchestrator.webhooks import outbox
 
 KIND: Final = "response"
 _PREVIOUS: Final = "previous_response_id"
@@ -48,12 +49,16 @@ async def read_context(call: OperationCall, request: ReadContextRequest) -> Read
             field = "conversation" if request.conversation_id else _PREVIOUS
             most = call.settings.max_items
             raise invalid_argument(f"{field}: there are more than {most} items (orchestrator.max_items).", field)
-        referred = await items.of_ids(connection, call.tenant, list(request.item_ids))
+        referred = await items.of_ids(connection, call.tenant, list(request.item_ids), call.now)
+        prompt = b""
+        if request.prompt_id:
+            prompt = objects.as_json(await prompts.read(connection, call, request.prompt_id, request.prompt_version))
     for item_id in request.item_ids:
         if item_id not in referred:
             message = f"There is no item {item_id[:128]!r}."
             raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field="input")
-    return ReadContextResponse(items=found, referred_items=[referred[item_id] for item_id in request.item_ids])
+    named = [referred[item_id] for item_id in request.item_ids]
+    return ReadContextResponse(items=found, referred_items=named, prompt=prompt)
 
 
 async def keep(call: OperationCall, request: KeepResponseRequest) -> None:
@@ -143,6 +148,7 @@ async def cancel(call: OperationCall) -> Any:
         if one.body["status"] in rows.OPEN:
             one = one._replace(body={**one.body, "status": "cancelled"})
             await objects.change(connection, call.tenant, one.id, one.body)
+            await outbox.announce(connection, call.tenant, "response.cancelled", one.id, call.now)
         output = await items.of_parent(connection, call.tenant, one.id, is_output=True)
     return {**one.body, "output": [msgspec.Raw(body) for body in output]}
 

@@ -16,6 +16,7 @@ from kvloom_common.database.database import Database
 from orchestrator.database.schema import jobs, response_events, runs
 from orchestrator.seal import seal_of
 from orchestrator.store import items, objects
+from orchestrator.webhooks import outbox
 
 KIND: Final = "response"
 """That of the object, and of the job."""
@@ -68,10 +69,16 @@ async def save_sent(database: Database, holder: str, response_id: str, num_sent:
 
 
 async def finish(
-    database: Database, tenant: str, holder: str, run: RunInputs, response: dict[str, Any], events: Sequence[bytes]
+    database: Database,
+    tenant: str,
+    holder: str,
+    run: RunInputs,
+    response: dict[str, Any],
+    events: Sequence[bytes],
+    now: float,
 ) -> bool:
-    """Stores how a response has ended: with its output, its items in its conversation, and its events, all or nothing.
-    Returns False if it was cancelled or deleted, or another one works at it."""
+    """Stores how a response has ended: with its output, its items in its conversation, its events, and the webhooks
+    that tell of it, all or nothing. Returns False if it was cancelled or deleted, or another one works at it."""
     body, response_id = dict(response), response["id"]
     output = body.pop("output")
     async with database.writing() as connection:
@@ -83,6 +90,7 @@ async def finish(
         if run.conversation and body["status"] != "failed":
             await _append_to_conversation(connection, tenant, run.conversation, response_id, len(output))
         await _keep_events(connection, tenant, response_id, events)
+        await outbox.announce(connection, tenant, f"response.{body['status']}", response_id, now)
         await _end(connection, response_id)
     return True
 

@@ -23,6 +23,7 @@ from orchestrator.jobs.edges import (
     Edges,
     EdgeStream,
 )
+from orchestrator.jobs.runner import Clock
 from orchestrator.metrics import BACKGROUND_ENDED
 
 log = structlog.get_logger()
@@ -45,7 +46,10 @@ _AGAIN: Final = ("server_error", "rate_limit_exceeded")
 class ResponseRun:
     """Work (orchestrator/jobs/runner.py) that ends early when the response is cancelled or deleted."""
 
-    def __init__(self, database: Database, edges: Edges, logs: ResponseLogs, holder: str, job: Any) -> None:
+    def __init__(
+        self, database: Database, edges: Edges, logs: ResponseLogs, holder: str, job: Any, clock: Clock
+    ) -> None:
+        self._clock = clock
         self._database = database
         self._edges = edges
         self._logs = logs
@@ -99,7 +103,8 @@ class ResponseRun:
     async def _finish(self, run: RunInputs, events: ResponseLog, last: bytes) -> bool:
         """Stores the response, then lets readers have the last event. Returns False if it was cancelled or deleted."""
         response = _response_of(last)
-        work = rows.finish(*(self._database, self._tenant, self._holder, run, response), events=[*events.events, last])
+        own = self._database, self._tenant, self._holder
+        work = rows.finish(*own, run, response, [*events.events, last], self._clock())
         if not await self._database.uninterrupted(work):
             return False
         events.end(last)

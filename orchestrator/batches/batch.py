@@ -83,7 +83,7 @@ class BatchWork:
         errors = {"object": "list", "data": [error._asdict() for error in reader.errors]}
         failed = {"status": "failed", "failed_at": int(self._clock()), "errors": errors}
         await self._database.uninterrupted(
-            progress.finish(self._database, self._tenant, self._id, (), lambda _: failed)
+            progress.finish(self._database, self._tenant, self._id, (), lambda _: failed, self._clock())
         )
         return {**body, **failed}
 
@@ -171,7 +171,7 @@ class BatchWork:
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
-        await progress.finish(self._database, self._tenant, self._id, files, lambda _: ends)
+        await progress.finish(self._database, self._tenant, self._id, files, lambda _: ends, now)
         log.info("batch_ended", batch=self._id, tenant=self._tenant, status=status)
 
     async def _end_open_lines(self, code: str) -> None:
@@ -183,7 +183,8 @@ class BatchWork:
 
     async def _write(self, state: str, name: str, now: float, expires_at: float) -> StoredObject | None:
         """The output or the error file, under an id that is always the same; None if there is nothing to write."""
-        file_id = self._contents.new_id(hashlib.sha256(f"{self._id} {name}".encode()).hexdigest()[:48])
+        digest = hashlib.sha256(f"{self._id} {name}".encode()).hexdigest()[:48]
+        file_id = self._contents.id_prefix("file-") + digest
         num_bytes = 0
 
         async def pieces() -> AsyncIterator[bytes]:

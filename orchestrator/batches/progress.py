@@ -14,6 +14,7 @@ from orchestrator.database.schema import batch_lines, jobs
 from orchestrator.seal import seal_of
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject
+from orchestrator.webhooks import outbox
 
 KIND: Final = "batch"
 OPEN: Final = "open"
@@ -136,14 +137,16 @@ async def finish(
     batch_id: str,
     files: Sequence[StoredObject],
     change: Callable[[dict[str, Any]], Mapping[str, Any] | None],
+    now: float,
 ) -> None:
-    """Ends a batch, with its files, and its job."""
+    """Ends a batch, with its files, the webhooks that tell of it, and its job."""
     async with database.writing() as connection:
         for file in files:
             await objects.add(connection, tenant, "file", file)
         number = await counts(connection, batch_id)
-        await update_within(
+        body = await update_within(
             connection, tenant, batch_id, lambda body: {**(change(body) or {}), "request_counts": number}
         )
+        await outbox.announce(connection, tenant, f"batch.{body['status']}", batch_id, now)
         await connection.execute(batch_lines.delete().where(batch_lines.c.batch == batch_id))
         await connection.execute(jobs.delete().where(jobs.c.id == batch_id))

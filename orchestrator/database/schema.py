@@ -41,8 +41,8 @@ items = sa.Table(
 )
 
 # The work that one orchestrator at a time does: `holder`, until `held_until`. The id is that of a batch, of a
-# background response or of a file of a vector store ("STORE/FILE"), as `kind` says. When it is over, the row is
-# deleted.
+# background response, of a delivery or of a file of a vector store ("STORE/FILE"), as `kind` says. When it is over, the
+# row is deleted.
 jobs = sa.Table(
     "jobs",
     metadata,
@@ -75,6 +75,20 @@ response_events = sa.Table(
     metadata,
     sa.Column("response", sa.Text, primary_key=True),
     sa.Column("body", sa.LargeBinary, nullable=False),
+)
+
+# The webhooks that are still to be sent: `event` is what receivers tell repetitions apart by, `body` what is sent. Each
+# has a job of the same id, whose `held_until` says when it is sent.
+deliveries = sa.Table(
+    "deliveries",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("endpoint", sa.Text, nullable=False, index=True),
+    sa.Column("event", sa.Text, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("num_tries", sa.BigInteger, nullable=False),
 )
 
 # The lines of batches that are not over: where they are in the input file, and how they have ended. `state`: "open",

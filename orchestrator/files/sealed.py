@@ -7,25 +7,19 @@ rest. The id of a file says whether its content is sealed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Final
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-from kvloom.errors import KvloomError
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from orchestrator.files.contents import FileContents
 from orchestrator.seal import NO_SEAL, BodySeal
 
-_SEALED_PREFIX: Final = "file-x"
-_PREFIX: Final = "file-"
-"""Hexadecimal digits follow."""
+_MARK: Final = "x"
+"""It follows the prefix of an id, where hexadecimal digits do otherwise."""
+_SEALED_PREFIXES: Final = (f"file-{_MARK}", f"part_{_MARK}")
 FRAME_BYTES: Final = 64 * 2**10
-_NONCE_BYTES: Final = 12
-_TAG_BYTES: Final = 16
-_SEALED_FRAME_BYTES: Final = _NONCE_BYTES + FRAME_BYTES + _TAG_BYTES
+_SEAL_BYTES: Final = 32
+"""A salt and a tag."""
+_SEALED_FRAME_BYTES: Final = FRAME_BYTES + _SEAL_BYTES
 
 
 class TenantContents:
@@ -36,9 +30,9 @@ class TenantContents:
         self._seal = seal
         self.delete = contents.delete
 
-    def new_id(self, name: str) -> str:
-        """The id of a new file with that name, which is hexadecimal."""
-        return f"{_SEALED_PREFIX if self._seal.seals else _PREFIX}{name}"
+    def id_prefix(self, prefix: str) -> str:
+        """The prefix of the id of a new content, which `prefix` begins."""
+        return f"{prefix}{_MARK}" if self._seal.seals else prefix
 
     async def write(self, tenant: str, file_id: str, pieces: AsyncIterable[bytes]) -> None:
         """Stores pieces as FileContents does. Raises KvloomError."""
@@ -74,35 +68,18 @@ class TenantContents:
         return found[begin : begin + num_bytes]
 
     async def _sealed(self, tenant: str, file_id: str, pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-        cipher, rest, number = self._cipher(tenant), b"", 0
+        rest, number = b"", 0
         async for piece in pieces:
             rest += piece
             while len(rest) >= FRAME_BYTES:
-                yield _frame(cipher, file_id, number, rest[:FRAME_BYTES])
+                yield self._seal.sealed_part(tenant, f"{file_id} {number}", rest[:FRAME_BYTES])
                 rest, number = rest[FRAME_BYTES:], number + 1
         if rest:
-            yield _frame(cipher, file_id, number, rest)
+            yield self._seal.sealed_part(tenant, f"{file_id} {number}", rest)
 
     def _opened(self, tenant: str, file_id: str, number: int, frame: bytes) -> bytes:
-        try:
-            about = _about(file_id, number)
-            return self._cipher(tenant).decrypt(frame[:_NONCE_BYTES], frame[_NONCE_BYTES:], about)
-        except (InvalidTag, ValueError) as error:
-            message = "The content of this file was encrypted with the secret of another fabric, or was changed."
-            raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message) from error
-
-    def _cipher(self, tenant: str) -> AESGCM:
-        return AESGCM(self._seal.tenant_key(tenant, "files"))
+        return self._seal.opened_part(tenant, f"{file_id} {number}", frame)
 
 
 def _is_sealed(file_id: str) -> bool:
-    return file_id.startswith(_SEALED_PREFIX)
-
-
-def _frame(cipher: AESGCM, file_id: str, number: int, content: bytes) -> bytes:
-    nonce = os.urandom(_NONCE_BYTES)
-    return nonce + cipher.encrypt(nonce, content, _about(file_id, number))
-
-
-def _about(file_id: str, number: int) -> bytes:
-    return f"{file_id} {number}".encode()
+    return file_id.startswith(_SEALED_PREFIXES)

@@ -29,6 +29,7 @@ from kvloom_common.process.service import (
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import FabricTrust
+from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
 from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
@@ -75,19 +76,20 @@ async def serve(
     url = database_url(config.orchestrator.database_url, "orchestrator.database_url", Path(config.data_dir) / FILE_NAME)
     # A task that fails ends the process, which is started again.
     async with opened(url, MIGRATIONS) as database, asyncio.TaskGroup() as tasks:
-        seal = BodySeal(trust.cache_key, seals=config.edge.masks_prompts)
+        sealer = StateSealer(trust.state_key)
+        seal = BodySeal(sealer, seals=config.edge.masks_prompts)
         use_seal(database, seal)
         store = FileContents(config.orchestrator, Path(config.data_dir))
         contents = TenantContents(store, seal)
         owned = [tasks.create_task(keep_deleting(database, store), name="expiry")]
         edges, logs = Edges(config, name, trust), ResponseLogs()
-        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, name)
+        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name)
         runner = JobRunner(database, kinds, name)
         if trust.has_secret:  # without it, an edge does not know an orchestrator
             owned.append(tasks.create_task(edges.watch(), name="edges"))
             owned.append(tasks.create_task(runner.run(), name="jobs"))
         searcher = Searcher(database, FabricEncoder(edges) if trust.has_secret else None)
-        servicer = OrchestratorServicer(database, config.orchestrator, contents, searcher, logs, runner.wake)
+        servicer = OrchestratorServicer(database, config.orchestrator, contents, searcher, logs, runner.wake, sealer)
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)

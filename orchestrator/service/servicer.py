@@ -10,8 +10,11 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 import orchestrator.api.batches
-import orchestrator.api.conversations
-import orchestrator.api.vector_stores  # noqa: F401  (its operations are part of the table)
+import orchestrator.api.feedback
+import orchestrator.api.history
+import orchestrator.api.uploads
+import orchestrator.api.vector_stores
+import orchestrator.api.webhooks  # noqa: F401  (its operations are part of the table)
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import orchestrator_service_pb2_grpc
@@ -19,6 +22,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.orchestrator_service_pb2 import (
     BeginResponseRequest,
     BeginResponseResponse,
+    ExportRequest,
+    ExportResponse,
     KeepResponseRequest,
     KeepResponseResponse,
     OperateRequest,
@@ -36,19 +41,23 @@ from kvloom.v1.orchestrator_service_pb2 import (
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
 from kvloom_common.database.failures import DATABASE_ERRORS, database_error
-from orchestrator.api import files, responses
+from kvloom_common.trust.state_seal import StateSealer
+from orchestrator.api import exports, files, responses
 from orchestrator.api.call import OPERATIONS, OperationCall
 from orchestrator.background.log import MAX_PIECE, ResponseLogs
 from orchestrator.files.sealed import TenantContents
 from orchestrator.metrics import CALLS
 from orchestrator.search.searcher import Searcher
-from orchestrator.service.file_streams import write_file
+from orchestrator.service.file_streams import write_file, write_part
 
 ANSWER_SECONDS: Final = 10.0
 """How long an edge waits for a database that neither answers nor fails."""
 
 LOOK_SECONDS: Final = 0.1
 """How often somebody who reads a response that runs nowhere yet, or elsewhere, looks for its events."""
+_SLOW: Final = ("completeUpload",)
+"""Operations that write contents of files."""
+_SLOW_SECONDS: Final = 300.0
 _MAKE_WORK: Final = (
     *("cancelResponse", "createBatch", "cancelBatch"),
     *("createVectorStore", "createVectorStoreFile", "createVectorStoreFileBatch"),
@@ -68,25 +77,28 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         searcher: Searcher,
         logs: ResponseLogs,
         wake: Callable[[], None],
+        sealer: StateSealer,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`logs`: of the background responses at which this process works. `wake` is called when there is work."""
+        """`logs`: of the background responses at which this process works. `wake` is called when there is work.
+        `sealer`: for secrets."""
         self._database = database
         self._settings = settings
         self._contents = contents
         self._searcher = searcher
         self._logs = logs
         self._wake = wake
+        self._sealer = sealer
         self._clock = clock
 
     async def Operate(self, request: OperateRequest, context: Any) -> OperateResponse:
         do = OPERATIONS.get(request.operation)
         if do is None:  # an edge of a newer version
-            message = f"This orchestrator does not know the operation {request.operation[:64]!r}."
-            await abort(context, KvloomError(ErrorReason.ERROR_REASON_NOT_IMPLEMENTED, message))
+            await abort(context, _unknown_operation(request.operation))
         body = msgspec.json.decode(request.body) if request.body else {}
         call = self._call(request.owner, ids=tuple(request.ids), query=dict(request.query), body=body)
-        answer = await self._answer(request.operation, do(call), context)
+        seconds = _SLOW_SECONDS if request.operation in _SLOW else ANSWER_SECONDS
+        answer = await self._answer(request.operation, do(call), context, seconds)
         if request.operation in _MAKE_WORK:
             self._wake()
         return OperateResponse(body=msgspec.json.encode(answer))
@@ -139,7 +151,8 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
             async for request in request_iterator:
                 yield request
 
-        work = write_file(self._call(first.owner), requests())
+        call = self._call(first.owner)
+        work = write_part(call, first.upload_id, requests()) if first.upload_id else write_file(call, requests())
         await context.write(
             WriteFileResponse(body=msgspec.json.encode(await self._answer("WriteFile", work, context, None)))
         )
@@ -154,12 +167,24 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         except KvloomError as error:
             await abort(context, error)
 
+    async def Export(self, request: ExportRequest, context: Any) -> AsyncIterator[ExportResponse]:
+        name = request.operation
+        if name not in exports.EXPORTS:  # an edge of a newer version
+            await abort(context, _unknown_operation(name))
+        call = self._call(request.owner, ids=tuple(request.ids), query=dict(request.query))
+        await self._answer(name, exports.check(call, name), context)
+        yield ExportResponse()
+        try:
+            async for lines in exports.export(call, name):
+                yield ExportResponse(lines=lines)
+        except KvloomError as error:
+            await abort(context, error)
+        except DATABASE_ERRORS as error:
+            await abort(context, _away(name, error))
+
     def _call(self, owner: Owner, **more: Any) -> OperationCall:
-        return OperationCall(
-            *(self._database, self._contents, self._searcher, self._settings),
-            *(owner.tenant, owner.key_id, self._clock()),
-            **more,
-        )
+        held = self._database, self._contents, self._searcher, self._settings, self._sealer
+        return OperationCall(*held, owner.tenant, owner.key_id, self._clock(), **more)
 
     async def _answer(
         self, name: str, work: Coroutine[Any, Any, T], context: Any, answer_seconds: float | None = ANSWER_SECONDS
@@ -169,11 +194,19 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         except KvloomError as error:
             failure = error
         except DATABASE_ERRORS as error:
-            unavailable = ErrorReason.ERROR_REASON_ORCHESTRATOR_UNAVAILABLE
-            failure = database_error(name, error, unavailable, "of stored objects")
+            failure = _away(name, error)
         else:
             CALLS.labels(name, "").inc()
             return answer
         CALLS.labels(name, failure.reason_name).inc()
         await abort(context, failure)
         raise AssertionError
+
+
+def _unknown_operation(name: str) -> KvloomError:
+    message = f"This orchestrator does not know the operation {name[:64]!r}."
+    return KvloomError(ErrorReason.ERROR_REASON_NOT_IMPLEMENTED, message)
+
+
+def _away(name: str, error: Exception) -> KvloomError:
+    return database_error(name, error, ErrorReason.ERROR_REASON_ORCHESTRATOR_UNAVAILABLE, "of stored objects")

@@ -22,6 +22,7 @@ from orchestrator.store.objects import delete
 log = structlog.get_logger()
 
 PAUSE_SECONDS: Final = 30.0
+_WITH_CONTENT: Final = ("file", "upload_part")
 MAX_DELETED: Final = 500
 """In one transaction."""
 
@@ -34,7 +35,7 @@ async def delete_expired(database: Database, contents: FileContents, now: float)
         if expired:
             await delete(connection, [one.id for one in expired])
     for one in expired:
-        if one.kind == "file":
+        if one.kind in _WITH_CONTENT:
             await contents.delete(one.id)
     return len(expired)
 

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from orchestrator.database.schema import items
+from orchestrator.database.schema import items, objects
 from orchestrator.seal import seal_of
 from orchestrator.store.objects import as_json, new_id
 from orchestrator.store.pages import Page, unknown_cursor
@@ -83,9 +83,13 @@ async def find(connection: AsyncConnection, tenant: str, parent: str, item_id: s
     return None if body is None else msgspec.json.decode(seal_of(connection).opened(tenant, body))
 
 
-async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[str]) -> dict[str, bytes]:
-    """The JSON of a tenant's items, by their ids, as far as there are any."""
-    wanted = sa.select(items.c.id, items.c.body).where(items.c.tenant == tenant, items.c.id.in_(item_ids))
+async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[str], now: float) -> dict[str, bytes]:
+    """The JSON of a tenant's items, by their ids, as far as there are any that are not deleted."""
+    is_alive = sa.and_(
+        objects.c.kind != "deleted_conversation", sa.or_(objects.c.expires_at.is_(None), objects.c.expires_at > now)
+    )
+    wanted = sa.select(items.c.id, items.c.body).join(objects, objects.c.id == items.c.parent)
+    wanted = wanted.where(items.c.tenant == tenant, items.c.id.in_(item_ids), is_alive)
     seal = seal_of(connection)
     return {row.id: seal.opened(tenant, row.body) for row in await connection.execute(wanted)}
 
@@ -114,3 +118,12 @@ async def listed(
 
 async def delete(connection: AsyncConnection, parent: str, item_id: str) -> None:
     await connection.execute(items.delete().where(items.c.parent == parent, items.c.id == item_id))
+
+
+def text_of(item: Item) -> str:
+    """The text that an item has, whatever its kind."""
+    content = item.get("content") or item.get("summary") or item.get("arguments") or item.get("output") or ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

@@ -12,22 +12,27 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from orchestrator.database.schema import items, objects, response_events, runs
+from orchestrator.database.schema import deliveries, items, jobs, objects, response_events, runs
 from orchestrator.seal import seal_of
 from orchestrator.store import vector_files
 from orchestrator.store.pages import Page, unknown_cursor
 
-ID_BYTES: Final = 24
-"""An id has so many random bytes."""
 NAMES: Final[Mapping[str, str]] = {
     "response": "response",
     "conversation": "conversation",
+    "deleted_conversation": "deleted conversation",
+    "feedback": "feedback",
     "chat_completion": "chat completion",
     "file": "file",
     "batch": "batch",
     "vector_store": "vector store",
     "store_file": "file in this vector store",
     "file_batch": "file batch",
+    "prompt": "prompt",
+    "prompt_version": "version of the prompt",
+    "upload": "upload",
+    "upload_part": "upload part",
+    "webhook_endpoint": "webhook endpoint",
 }
 """The kinds of objects, and what errors call them."""
 
@@ -46,7 +51,12 @@ _COLUMNS: Final = [objects.c[name] for name in StoredObject._fields]
 
 def new_id(prefix: str) -> str:
     """An id that cannot be guessed."""
-    return f"{prefix}{os.urandom(ID_BYTES).hex()}"
+    return f"{prefix}{os.urandom(24).hex()}"
+
+
+def feedback_id(response_id: str) -> str:
+    """The id of the feedback on a response."""
+    return f"feedback.{response_id}"
 
 
 def as_json(value: Any) -> bytes:
@@ -54,9 +64,17 @@ def as_json(value: Any) -> bytes:
 
 
 def new_file(
-    name: str, purpose: str, num_bytes: int, now: float, expires_at: float | None, file_id: str
+    name: str,
+    purpose: str,
+    num_bytes: int,
+    now: float,
+    expires_at: float | None,
+    file_id: str,
+    mime_type: str = "",
 ) -> StoredObject:
     body = {"filename": name, "purpose": purpose, "bytes": num_bytes}
+    if mime_type:
+        body["mime_type"] = mime_type
     return StoredObject(file_id, now, expires_at, "", purpose, body)
 
 
@@ -128,19 +146,38 @@ async def listed(
     return [_stored(connection, tenant, row) for row in rows[: page.limit]], len(rows) > page.limit
 
 
-async def change(connection: AsyncConnection, tenant: str, object_id: str, body: Mapping[str, Any]) -> None:
+async def change(
+    connection: AsyncConnection, tenant: str, object_id: str, body: Mapping[str, Any], label: str | None = None
+) -> None:
+    """`label`: the new one; None: it stays."""
     sealed = seal_of(connection).sealed(tenant, as_json(body))
-    await connection.execute(objects.update().where(objects.c.id == object_id).values(body=sealed))
+    values = {"body": sealed, **({} if label is None else {"label": label})}
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(values))
+
+
+async def move(connection: AsyncConnection, object_id: str, kind: str, expires_at: float | None) -> None:
+    """Makes an object one of another kind, as which it then is found."""
+    values = {"kind": kind, "expires_at": expires_at}
+    await connection.execute(objects.update().where(objects.c.id == object_id).values(values))
+
+
+async def count(connection: AsyncConnection, tenant: str, kind: str, now: float, label: str = "") -> int:
+    """How many objects of a kind the tenant has."""
+    wanted = sa.select(sa.func.count()).where(_owned(tenant, kind, now))
+    return await connection.scalar(wanted.where(objects.c.label == label) if label else wanted) or 0
 
 
 async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
-    """Deletes objects with their items and events, vector stores with their chunks, and files from vector stores. Who
-    works at one of them notices."""
+    """Deletes objects with their items, events, deliveries and feedback, vector stores with their chunks, and files
+    from vector stores. Who works at one of them notices."""
     await vector_files.forget(connection, object_ids)
-    for column in (runs.c.response, response_events.c.response):
+    waiting = sa.select(deliveries.c.id).where(deliveries.c.endpoint.in_(object_ids))
+    await connection.execute(jobs.delete().where(jobs.c.id.in_(waiting)))
+    for column in (runs.c.response, response_events.c.response, deliveries.c.endpoint):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
     await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
-    await connection.execute(objects.delete().where(objects.c.id.in_(object_ids)))
+    told = [feedback_id(one) for one in object_ids]
+    await connection.execute(objects.delete().where(objects.c.id.in_([*object_ids, *told])))
 
 
 def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
@@ -149,7 +186,10 @@ def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
 
 
-def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:
+def body_of(connection: AsyncConnection, tenant: str, row: Any) -> dict[str, Any]:
     """Raises KvloomError (FAILED_PRECONDITION)."""
-    body = seal_of(connection).opened(tenant, row.body)
-    return StoredObject(**{**row._mapping, "body": msgspec.json.decode(body)})
+    return msgspec.json.decode(seal_of(connection).opened(tenant, row.body))
+
+
+def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:
+    return StoredObject(**{**row._mapping, "body": body_of(connection, tenant, row)})

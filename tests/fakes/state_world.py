@@ -26,6 +26,7 @@ from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
+from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
 from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
@@ -42,6 +43,8 @@ from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
+
+SEALER = StateSealer(b"k" * 32)
 
 
 @dataclasses.dataclass
@@ -67,8 +70,8 @@ class StateWorld:
         """An orchestrator of this name works at jobs within the context. Clients ask the one called orchestrator."""
         edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
-        contents = TenantContents(self.contents, self.seal)
-        kinds = job_kinds(self.settings, self.database, contents, edges, logs, name, lambda: self.now)
+        held = self.settings, self.database, TenantContents(self.contents, self.seal)
+        kinds = job_kinds(*held, edges, logs, SEALER, name, lambda: self.now)
         runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
         async with following(edges):
             running = asyncio.create_task(runner.run())
@@ -113,13 +116,13 @@ async def state_world(
         edges = Edges(KvloomConfig(), "searches", NO_SECRET, address)
         await stack.enter_async_context(following(edges))
         searcher = Searcher(database, FabricEncoder(edges))
-        own, clock = TenantContents(contents, seal), lambda: world.now
-        servicer = OrchestratorServicer(database, config, own, searcher, logs, lambda: None, clock)
+        held = database, config, TenantContents(contents, seal), searcher, logs
+        servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
         stored = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
-        edge.edge.orchestrator = stored
+        edge.edge.orchestrator, edge.edge.state_sealer = stored, SEALER
         await stack.enter_async_context(following(stored))
         clients = [
             await stack.enter_async_context(

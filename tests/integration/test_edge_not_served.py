@@ -38,7 +38,6 @@ async def test_named_refusals(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/responses/compact"),
         ("GET", "/v1/responses/resp_1/input_items"),
         ("DELETE", "/v1/responses/resp_1"),
         ("POST", "/v1/chat/completions/chatcmpl-1"),

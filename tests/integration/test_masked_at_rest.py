@@ -19,6 +19,7 @@ from kvloom_common.replay.stream_retention import ResumeSettings
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
+from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.files.contents import FileContents
 from orchestrator.files.sealed import FRAME_BYTES, TenantContents
 from orchestrator.seal import BodySeal
@@ -30,7 +31,7 @@ from tests.fakes.scripted_answer import PARSED
 from tests.fakes.state_world import StateWorld, state_world
 from tests.waiting import eventually
 
-SEAL = BodySeal(b"the fabric's", seals=True)
+SEAL = BodySeal(StateSealer(b"the fabric's"), seals=True)
 TOOL = {"type": "function", "function": {"name": "send", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "send", "arguments": json.dumps({"to": MAIL})}}
 HISTORY: list[Any] = [
@@ -116,13 +117,13 @@ async def test_what_was_stored_before_is_still_read(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/state.db"
     ids: list[str] = []
     for seals in (False, True, False):
-        seal = BodySeal(b"the fabric's", seals=seals)
+        seal = BodySeal(StateSealer(b"the fabric's"), seals=seals)
         async with state_world(url, tmp_path, seal=seal, link=link, output=PARSED) as world:
             world.edge.edge.config.masks_prompts = True
             ids.append((await world.client.responses.create(model="tiny", input=f"Ask {MAIL}")).id)
             for response_id in ids:
                 assert MAIL in (await world.client.responses.retrieve(response_id)).output_text
-    async with state_world(url, tmp_path, seal=BodySeal(b"another's", seals=True), link=link) as world:
+    async with state_world(url, tmp_path, seal=BodySeal(StateSealer(b"another's"), seals=True), link=link) as world:
         for response_id, status in zip(ids, (200, 409, 200), strict=True):
             path = f"{world.edge.url}/v1/responses/{response_id}"
             headers = {"Authorization": f"Bearer {world.client.api_key}"}
@@ -136,7 +137,7 @@ async def test_a_part_of_a_sealed_file_is_read_by_itself(tmp_path: Path, size: i
     store = FileContents(KvloomConfig().orchestrator, tmp_path)
     contents = TenantContents(store, SEAL)
     content = bytes(range(256)) * (size // 256 + 1)
-    content, file_id = content[:size], contents.new_id("ab")
+    content, file_id = content[:size], contents.id_prefix("file-") + "ab"
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, size, 5000):

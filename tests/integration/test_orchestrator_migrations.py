@@ -10,7 +10,7 @@ from sqlalchemy.engine import make_url
 from kvloom_common.database.database import open_database
 from kvloom_common.database.migrate import migrate, migrate_back
 from kvloom_common.database.url import with_driver
-from orchestrator.database.schema import MIGRATIONS, metadata
+from orchestrator.database.schema import MIGRATIONS, jobs, metadata
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject
 
@@ -27,9 +27,14 @@ async def test_migrations_keep_what_is_stored_and_end_in_the_schema(database_url
         await migrate(database, MIGRATIONS, "r0001")
         async with database.writing() as connection:
             await objects.add(connection, "acme/search", "conversation", one)
+        await migrate(database, MIGRATIONS, "r0003")
+        job = {"id": "batch_1", "tenant": "acme/search", "key_id": "k", "created_at": 1.0, "kind": "batch"}
+        async with database.writing() as connection:
+            await connection.execute(jobs.insert().values(**job, holder="", held_until=0.0))
         for _ in range(2):  # the second time there is nothing to do
             await migrate(database, MIGRATIONS)
         async with database.reading() as connection:
             assert await objects.get(connection, "acme/search", "conversation", "conv_1", 2.0) == one
+            assert [row.id for row in await connection.execute(jobs.select())] == ["batch_1"]
             assert await connection.run_sync(differences) == []
         await migrate_back(database, MIGRATIONS, "base")

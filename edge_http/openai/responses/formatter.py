@@ -35,6 +35,9 @@ _CREATED: Final = _head("response.created")
 _IN_PROGRESS: Final = _head("response.in_progress")
 _ITEM_ADDED: Final = _head("response.output_item.added")
 _ITEM_DONE: Final = _head("response.output_item.done")
+_COMPACTING: Final = _head("response.compaction.compacting")
+LEADING: Final = "leading"
+"""The option with the items, all of them compactions, that the output begins with."""
 _PART_ADDED: Final = _head("response.content_part.added")
 _PART_DONE: Final = _head("response.content_part.done")
 _ENDINGS: Final = {status: _head(f"response.{status}") for status in ("completed", "incomplete", "failed")}
@@ -67,6 +70,7 @@ class ResponsesFormatter(ResponseFormatter):
         "_held",
         "_held_logprobs",
         "_items",
+        "_leading",
         "_number",
         "_object",
         "_search",
@@ -74,8 +78,9 @@ class ResponsesFormatter(ResponseFormatter):
     )
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> None:
-        """`options` has `echo`, see ResponseObject, and what client_tools.py and file_search.py say."""
+        """`options` has `echo`, see ResponseObject, what client_tools.py and file_search.py say, and maybe LEADING."""
         super().__init__(envelope)
+        self._leading: Sequence[Json] = options.get(LEADING, ())
         self._client_tools = client_tools_of(options)
         self._tokenizer = tokenizer
         self._object = ResponseObject(envelope, options["echo"])
@@ -94,18 +99,23 @@ class ResponsesFormatter(ResponseFormatter):
 
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         begun = b',"response":%b}' % self._object.begun()
-        first = self._event(_CREATED, begun), self._event(_IN_PROGRESS, begun)
-        return first if self._search is None else (*first, *self._searched(self._search))
+        chunks = [self._event(_CREATED, begun), self._event(_IN_PROGRESS, begun)]
+        for place, item in enumerate(self._leading):
+            added = encode_json({**item, "encrypted_content": ""})
+            chunks.append(self._event(_ITEM_ADDED, b',"output_index":%d,"item":%b}' % (place, added)))
+            where = b',"item_id":%b,"output_index":%d}' % (encode_json(item["id"]), place)
+            chunks.append(self._event(_COMPACTING, where))
+            chunks.append(self._event(_ITEM_DONE, b',"output_index":%d,"item":%b}' % (place, encode_json(item))))
+        return chunks if self._search is None else [*chunks, *self._searched(self._search, len(self._leading))]
 
-    def _searched(self, search: ShownSearch) -> list[bytes]:
-        """The events of a search, which is over by now."""
-        place = b',"item_id":"%b","output_index":0}' % search.id.encode()
+    def _searched(self, search: ShownSearch, number: int) -> list[bytes]:
+        """The events of a search, which is over by now. `number`: its place in the output."""
+        place = b',"item_id":"%b","output_index":%d}' % (search.id.encode(), number)
         heads = [_SEARCH_IN_PROGRESS, _SEARCHING, *([_SEARCHED] if search.status == "completed" else [])]
-        item = b',"output_index":0,"item":%b}'
         return [
-            self._event(_ITEM_ADDED, item % search.json("in_progress")),
+            self._event(_ITEM_ADDED, b',"output_index":%d,"item":%b}' % (number, search.json("in_progress"))),
             *(self._event(head, place) for head in heads),
-            self._event(_ITEM_DONE, item % search.json()),
+            self._event(_ITEM_DONE, b',"output_index":%d,"item":%b}' % (number, search.json())),
         ]
 
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:  # noqa: ARG002
@@ -157,7 +167,7 @@ class ResponsesFormatter(ResponseFormatter):
     def error(self, error: KvloomError) -> bytes:
         if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:  # it will not read a long event
             return RESPONSES_ERRORS.event(error, self._number)
-        output: list[Buffer] = self._before()[:1]
+        output: list[Buffer] = self._before()[:-1]
         for item in self._items:
             output += [b","] if output else []
             output += item.json("incomplete" if item is self._items[-1] else "completed")
@@ -176,11 +186,12 @@ class ResponsesFormatter(ResponseFormatter):
     @property
     def _num_before(self) -> int:
         """The items before the output."""
-        return int(self._search is not None)
+        return len(self._leading) + int(self._search is not None)
 
     def _before(self) -> list[Buffer]:
-        """Their JSON, with a comma behind it."""
-        return [] if self._search is None else [self._search.json(), b","]
+        """Their JSON, with a comma behind each."""
+        before = [*map(encode_json, self._leading), *([] if self._search is None else [self._search.json()])]
+        return [piece for item in before for piece in (item, b",")]
 
     def _output(self, events: Sequence[Event], logprobs: bytes) -> Sequence[bytes]:
         chunks: list[bytes] = []

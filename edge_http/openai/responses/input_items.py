@@ -25,6 +25,7 @@ from kvloom_common.conversation.history import KnownCalls
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Maps the roles of the API to those of chat templates."""
+COMPACTIONS: Final = ("compaction", "compaction_summary")
 _COMPACTED: Final = "[An earlier part of this conversation was compacted by another service and cannot be read.]"
 
 
@@ -90,14 +91,18 @@ _OUTPUT_KIND: Final = "_call_output"
 
 
 def conversation(
-    given: str | Sequence[msgspec.Raw], instructions: str | None, earlier: Sequence[msgspec.Raw] = ()
+    given: str | Sequence[msgspec.Raw],
+    instructions: str | None,
+    earlier: Sequence[msgspec.Raw] = (),
+    num_left_out: int = 0,
 ) -> list[ChatMessage]:
-    """`earlier`: stored items, which come before what is given. Raises KvloomError (INVALID_ARGUMENT,
-    UNSUPPORTED_PARAMETER) that names the field."""
+    """`earlier`: items that come before what is given, of which the caller's first `num_left_out` are not a part.
+    Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    items = _Items(len(earlier) - num_left_out)
     if isinstance(given, str):
-        messages = [*_Items(len(earlier)).messages(earlier), ChatMessage("user", given)]
+        messages = [*items.messages(earlier), ChatMessage("user", given)]
     else:
-        messages = _Items(len(earlier)).messages([*earlier, *given])
+        messages = items.messages([*earlier, *given])
     if not messages:
         raise invalid_argument("input has nothing that the model could read.", "input")
     if not instructions:
@@ -140,7 +145,8 @@ class _Items:
     """Puts messages together, item by item."""
 
     def __init__(self, num_earlier: int = 0, field: str = "input") -> None:
-        """The first `num_earlier` items are not the caller's, who counts the others from 0."""
+        """The first `num_earlier` items are not the caller's, who counts the others from 0; less than 0: so many of the
+        caller's are left out before them."""
         self._num_earlier = num_earlier
         self._field = field
         self._messages: list[ChatMessage] = []
@@ -165,7 +171,7 @@ class _Items:
             self._add_call(decode_body(_CALL, raw, at), kind)
         elif kind.endswith(_OUTPUT_KIND):
             self._add_output(decode_body(_OUTPUT, raw, at))
-        elif kind in ("compaction", "compaction_summary"):
+        elif kind in COMPACTIONS:
             self._end_turn()
             self._messages.append(ChatMessage("system", _COMPACTED))
         elif kind == "item_reference":
@@ -181,7 +187,7 @@ class _Items:
         role = _ROLES.get(item.role)
         if role is None:
             raise invalid_argument(f"{at}.role must be one of {', '.join(_ROLES)}.", f"{at}.role")
-        text = _asked_text(item.content, f"{at}.content") if is_asked else _kept_text(item.content)
+        text = _asked_text(item.content, f"{at}.content") if is_asked else kept_text(item.content)
         if role != "assistant":
             self._end_turn()
             self._messages.append(ChatMessage(role, text))
@@ -216,7 +222,7 @@ class _Items:
         """Adds reasoning. Encrypted reasoning is another server's, and left out."""
         if self._turn.has_more_than_reasoning:
             self._end_turn()
-        text = _kept_text(item.content or item.summary)
+        text = kept_text(item.content or item.summary)
         if text:
             self._turn.reasoning.append(text)
 
@@ -227,7 +233,7 @@ class _Items:
             self._messages.append(ChatMessage("assistant", turn.text or "", tuple(turn.calls), reasoning=reasoning))
 
 
-def _kept_text(content: str | Sequence[InputContentPart] | None) -> str:
+def kept_text(content: str | Sequence[InputContentPart] | None) -> str:
     """The text of a message of the history. Images and the like are noted, and other parts without a text left out."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -241,7 +247,7 @@ def _output_text(output: Any) -> str:
     if output is None or isinstance(output, str):
         return output or ""
     if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
-        return _kept_text(msgspec.convert([_as_part(part) for part in output], list[InputContentPart]))
+        return kept_text(msgspec.convert([_as_part(part) for part in output], list[InputContentPart]))
     return _json_text(output)
 
 

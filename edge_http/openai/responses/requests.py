@@ -28,13 +28,12 @@ _NO_STATE: Final = Refused(why=": responses are not stored. Send store: false, a
 _REFUSED: Final = {
     "access_programs": Refused(),
     "background": _NO_STATE,
-    "context_management": Refused(),
     "conversation": _NO_STATE,
     "image": Refused(),
     "previous_response_id": _NO_STATE,
-    "prompt": Refused(),
+    "prompt": _NO_STATE,
 }
-_NEED_STATE: Final = ("background", "conversation", "previous_response_id")
+_NEED_STATE: Final = ("background", "conversation", "previous_response_id", "prompt")
 _STORED_REFUSED: Final = {name: why for name, why in _REFUSED.items() if name not in _NEED_STATE}
 
 
@@ -79,6 +78,13 @@ class ResponsesToolChoice(Body, kw_only=True):
     server_label: Any = None
 
 
+class CompactionOptions(Body, kw_only=True):
+    type: Literal["compaction"]
+    """The conversation is compacted: a summary stands for what comes before the last message of the user."""
+    compact_threshold: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """From so many tokens of the prompt on; by default three quarters of the model's window."""
+
+
 class ResponsesBody(Body, kw_only=True):
     model: str
     models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
@@ -104,6 +110,8 @@ class ResponsesBody(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
+    context_management: Annotated[list[CompactionOptions], msgspec.Meta(max_length=1)] | None = None
+    """The treatment of a long conversation."""
     moderation: InlineModeration | None = None
     safety_identifier: str | None = None
     """The caller's user, for the statistics of the safety policy."""
@@ -139,11 +147,30 @@ class BackgroundOptions(Body, kw_only=True):
     """"2h" and "8h" are of the class `batch`: generated with what others leave, and not streamed."""
 
 
+class PromptVariable(Body, kw_only=True):
+    type: Literal["input_text"]
+    text: str
+    """The value."""
+
+
+class PromptName(Body, kw_only=True):
+    id: str
+    """That of a stored prompt."""
+    version: str | None = None
+    """A version of it. By default the latest."""
+    variables: dict[str, str | PromptVariable] | None = None
+    """The values of its variables."""
+
+
 class StoredResponsesBody(ResponsesBody, kw_only=True):
     """A body where an orchestrator stores responses."""
 
+    input: str | list[msgspec.Raw] = ""
+    """A user's message, or items. It may be missing where there is a prompt."""
+    prompt: PromptName | None = None
+    """A stored template: its messages come before all others. It needs an orchestrator, like the next three."""
     previous_response_id: str | None = None
-    """The response that this one follows. It needs an orchestrator, like the next two."""
+    """The response that this one follows."""
     conversation: str | ConversationName | None = None
     """The conversation that it belongs to: its items come before the input, and it gets the input and the output."""
     background: bool | None = None
@@ -169,7 +196,30 @@ class StoredResponsesBody(ResponsesBody, kw_only=True):
         return self.store is not False
 
 
+class CompactBody(Body, kw_only=True):
+    """The body of POST /v1/responses/compact."""
+
+    model: str
+    models: Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None = None
+    """The models that take the request, in this order, as in chat completions."""
+    input: str | list[msgspec.Raw] | None = None
+    """The conversation, or what follows on `previous_response_id`."""
+    instructions: str | None = None
+    """A system message for the model that sums it up."""
+    previous_response_id: str | None = None
+    """The response with which the conversation ends. It needs an orchestrator."""
+    guardrails: list[str] | None = None
+    """Rules of the safety policy that hold besides those that hold anyway."""
+    service_tier: ServiceTier | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_key: str | None = None
+    """Requests with the same key belong together. It is a hint for placement."""
+    prompt_cache_options: Any = None
+
+
 _READER: Final = BodyReader(ResponsesBody, _REFUSED)
+_COMPACT_READER: Final = BodyReader(CompactBody, {"image": Refused()})
 _STORED_READER: Final = BodyReader(StoredResponsesBody, _STORED_REFUSED)
 
 
@@ -197,11 +247,32 @@ def decode_stored(
         raise invalid_argument("background_options goes only with background: true.", "background_options")
     if body.has_time and body.stream:
         raise invalid_argument("stream goes only with the completion_window soonest.", "stream")
+    if body.background and body.context_management:
+        raise Refused(why=" with background: true. Compact the conversation before").error("context_management")
     return _checked(body, max_items)
 
 
+def decode_compact(
+    raw: bytes,
+    max_items: int,
+    rules: FieldRules = LENIENT,
+    headers: Mapping[str, str] = NO_HEADERS,
+    *,
+    has_state: bool,
+) -> CompactBody:
+    """Decodes a body as `decode_responses` does. `has_state`: there is an orchestrator."""
+    body = _COMPACT_READER.read(raw, rules, headers)
+    if body.previous_response_id and not has_state:
+        raise _NO_STATE.error("previous_response_id")
+    if not body.input and not body.previous_response_id:
+        raise invalid_argument("input must not be empty.", "input")
+    if isinstance(body.input, list) and len(body.input) > max_items:
+        raise invalid_argument(f"input has {len(body.input)} items; at most {max_items}.", "input")
+    return body
+
+
 def _checked(body: _B, max_items: int) -> _B:
-    if not body.input:
+    if not body.input and getattr(body, "prompt", None) is None:
         raise invalid_argument("input must not be empty.", "input")
     if not isinstance(body.input, str) and len(body.input) > max_items:
         raise invalid_argument(f"input has {len(body.input)} items; at most {max_items}.", "input")

@@ -61,7 +61,7 @@ def test_no_usage_is_minted_and_no_journal_read() -> None:
         own.encrypt(OWN, b"text")
     with pytest.raises(SealError):
         own.decrypted(OWN, fabric.encrypt(OWN, b"text"))
-    for key in ("caller_key", "cache_key"):
+    for key in ("caller_key", "cache_key", "state_key"):
         with pytest.raises(SecretError):
             getattr(IdentityTrust(issued()), key)
 

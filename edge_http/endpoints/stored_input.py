@@ -1,0 +1,74 @@
+"""The stored objects that a response has to do with: what comes before its input, and what it refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from edge_http.formatting.json_bytes import Json
+from edge_http.openai.responses.input_items import references_in
+from edge_http.openai.responses.requests import StoredResponsesBody
+from edge_http.openai.responses.templates import RenderedPrompt, rendered
+from edge_http.orchestrator_link import OrchestratorLink
+from kvloom.v1.orchestrator_service_pb2 import Owner, ReadContextRequest
+
+
+class StoredInput(msgspec.Struct):
+    """The stored objects that a response has to do with."""
+
+    earlier: list[msgspec.Raw]
+    """The items before its input."""
+    input: str | list[msgspec.Raw]
+    """Its input, with the items to which it refers."""
+    echo: Json
+    """The fields by which the response tells of them."""
+    prompt: RenderedPrompt | None = None
+    """The prompt that it names."""
+
+
+async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
+    """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT, ORCHESTRATOR_UNAVAILABLE)."""
+    references = references_in(body.input)
+    given: str | list[msgspec.Raw] = body.input or []
+    earlier: list[msgspec.Raw] = []
+    prompt: RenderedPrompt | None = None
+    if references or body.previous_response_id or body.conversation_id or body.prompt is not None:
+        wanted = ReadContextRequest(
+            owner=owner,
+            previous_response_id=body.previous_response_id or "",
+            conversation_id=body.conversation_id,
+            item_ids=list(references.values()),
+            prompt_id="" if body.prompt is None else body.prompt.id,
+            prompt_version="" if body.prompt is None else body.prompt.version or "",
+        )
+        context = await link.read_context(wanted)
+        earlier = [msgspec.Raw(item) for item in context.items]
+        if references and not isinstance(given, str):
+            given = list(given)
+            for place, item in zip(references, context.referred_items, strict=True):
+                given[place] = msgspec.Raw(item)
+        if body.prompt is not None:
+            prompt = rendered(context.prompt, body.prompt)
+    return StoredInput(earlier, given, state_echo(body, prompt), prompt)
+
+
+def state_echo(body: StoredResponsesBody, prompt: RenderedPrompt | None = None) -> Json:
+    """The fields that need state, as the response repeats them."""
+    instructions = body.instructions
+    if prompt is not None and instructions is None:
+        instructions = prompt.instructions
+    return {
+        "instructions": instructions,
+        "prompt": msgspec.to_builtins(body.prompt) if prompt is None else prompt.echo,
+        "store": body.is_stored,
+        "previous_response_id": body.previous_response_id,
+        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
+        "background": bool(body.background),
+    }
+
+
+def input_items(stored: StoredInput) -> Sequence[msgspec.Raw]:
+    """The input as items."""
+    given = stored.input
+    return [msgspec.Raw(msgspec.json.encode({"role": "user", "content": given}))] if isinstance(given, str) else given
