@@ -58,13 +58,14 @@ class BodySeal:
 
     def opened_part(self, tenant: str, name: str, stored: bytes) -> bytes:
         """Raises KvloomError (FAILED_PRECONDITION)."""
+        message = "This was encrypted with the secret of another fabric, or changed, and cannot be read."
+        unreadable = KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message)
+        if not self._sealer.has_key:
+            raise unreadable
         try:
-            if not self._sealer.has_key:
-                raise SealError("there is no secret")
             return self._sealer.opened(_about(tenant, name), stored)
         except SealError as error:
-            message = "This was encrypted with the secret of another fabric, or changed, and cannot be read."
-            raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message) from error
+            raise unreadable from error
 
 
 NO_SEAL: Final = BodySeal(StateSealer(b""))
