@@ -21,7 +21,7 @@ test test-long test-pythons test-cpus unit lab-test: export OMP_WAIT_POLICY = pa
 # Many processes start: each would compile what the last one did.
 run test test-long test-pythons test-cpus unit lab-test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run observe test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check unit wheels fuzz test-schemathesis test-deploy test-clients clean
+.PHONY: help run observe test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check collect unit wheels fuzz test-schemathesis test-deploy test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -33,7 +33,7 @@ observe: ## Start Prometheus with kvloom's alerts beside a running fabric (docs/
 	@exec deploy/observe/run
 
 test: setup-dev ## Checks, then all tests but the long ones, three at a time. ARGS="-k name" is passed to pytest.
-	$(MAKE) --no-print-directory check
+	$(MAKE) --no-print-directory -j 2 --output-sync=target check collect
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
 
 lab-test: setup-dev ## The laboratory's part of `make test`: simulation tests with planted bugs, chaos and benches.
@@ -59,9 +59,8 @@ test-cpus: setup-dev ## The engines' tests as on lesser x86 CPUs: AVX2 alone, AV
 durations: ## Record how long the tests of the last `make test` took, against which budgets are checked.
 	$(BIN)/python -m tests.durations record build/tests.xml
 
-unit: setup-dev ## The quick tests: of one part each, without those that compute with torch.
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property \
-	  --ignore=tests/unit/shard_server/torch_engine --ignore-glob='*/test_torch_*' $(ARGS)
+unit: setup-dev ## The quick tests: of one part each, without those that need torch.
+	TEST_WITHOUT_TORCH=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
 
 SCHEMATHESIS_CHECKS = not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,response_headers_conformance
 
@@ -117,6 +116,12 @@ setup-dev: ## What `make test` needs.
 	@$(SETUP) dev
 
 proto: setup ## Generate the gRPC stubs.
+
+# Beside the checks, most of which use one core. What is imported is compiled here, once: each of the processes that run
+# the tests would do so by itself, at the same time.
+collect: setup-dev
+	@mkdir -p build
+	@$(BIN)/python -m pytest --collect-only -qq > build/collected.txt || { tail -n 50 build/collected.txt; exit 1; }
 
 lint: setup-dev
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ rule_plugins.py      rule kinds of other packages
 pii.py               the rule kind that finds personal data
 masks.py             the placeholders of what rules hide
 policy_file.py       reloads the policy file when it changes
+phrase_set.py        the phrases that are found in text which is folded in one way
 phrase_scan.py       searches streamed text for the phrases of deny lists
 escaped_scan.py      searches the same in what JSON reads
 pattern_scan.py      searches streamed text for RE2 patterns

@@ -23,7 +23,6 @@ from kvloom.v1.safety_service_pb2 import (
     Halt,
     JudgeAnswer,
     JudgeQuestion,
-    PolicyState,
     PromptCheck,
     PromptVerdict,
     ScreenRequest,
@@ -35,7 +34,6 @@ from safety_svc.guardrails import Guardrails, JudgeError
 from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
-from safety_svc.prefilter import answer_prefilter, prompt_prefilter
 from safety_svc.rule_fields import Target
 from safety_svc.rule_modes import IN_PROMPTS, Judge, UnknownGuardrailError
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
@@ -116,7 +114,7 @@ class ScreenConnection:
             async with asyncio.TaskGroup() as group:  # a task that fails ends the stream
                 tasks.append(group.create_task(self._announce_changes(), name="policy announcer"))
                 tasks.append(group.create_task(self._check_long_prompts(), name="long prompts"))
-                await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
+                await self._write(ScreenResponse(policy=self._policy_file.state))
                 violation = await self._read_frames()
                 for task in tasks:
                     task.cancel()
@@ -283,7 +281,8 @@ class ScreenConnection:
             except UnknownGuardrailError as error:
                 verdict.decision, verdict.unknown_guardrail = DECISION_BLOCK, str(error)
                 return verdict
-            verdict.rules.extend(policy.scopes.of(check.tenant, check.guardrails).names)
+            names_held = policy.scopes.of(check.tenant, check.guardrails).names
+            verdict.rules.extend(name for name in names_held if name not in judge.unapplied)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
         subject = policy.revision, names, check.tenant, check.safety_identifier
         for name in judge.flagged:
@@ -298,7 +297,7 @@ class ScreenConnection:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
+            await self._write(ScreenResponse(policy=self._policy_file.state))
 
     async def _write(self, response: ScreenResponse) -> None:
         async with self._write_lock:  # a stream takes one write at a time
@@ -319,13 +318,3 @@ def excerpt_of(text: str, hit: Hit) -> str:
 def prompt_judge(policy: SafetyPolicy, tenant: str, guardrails: Sequence[str]) -> Judge:
     """Make the judge of a prompt."""
     return Judge(policy.scopes.of(tenant, guardrails), IN_PROMPTS, {})
-
-
-def policy_state(policy: SafetyPolicy) -> PolicyState:
-    return PolicyState(
-        revision=policy.revision,
-        screens_prompts=bool(policy.prompt or policy.guardrails),
-        screens_answers=bool(policy.answer or policy.watched_answer or policy.answer_guardrails),
-        answer_prefilter=None if policy.answer_guardrails else answer_prefilter(policy.answer, policy.watched_answer),
-        prompt_prefilter=None if policy.guardrails else prompt_prefilter(policy.prompt),
-    )

@@ -39,8 +39,8 @@ from kvloom.v1.safety_service_pb2 import JudgeMessage, JudgeQuestion
 from kvloom_common.process.failure_log import FailureLog
 from kvloom_common.transport.no_redirects import NoRedirects
 from safety_svc.judge_formats import FORMATS
-from safety_svc.policy import Guardrail, Hit, ModelJudge, OutsideRule, Rule, SafetyPolicy, worst
-from safety_svc.rule_modes import Judge
+from safety_svc.policy import Guardrail, Hit, ModelJudge, OutsideRule, SafetyPolicy, worst
+from safety_svc.rule_modes import Judge, Rule
 
 PATH: Final = "/beta/litellm_basic_guardrail_api"
 MAX_RESPONSE_BYTES: Final = 16 * 2**20
@@ -134,7 +134,7 @@ class Guardrails:
 
     def unasked(self, policy: SafetyPolicy, judge: Judge) -> Hit | None:
         """Return the failure that follows if nobody can be asked."""
-        return worst(_hit(each.rule, None, judge) for each in policy.guardrails)
+        return worst(_hit(each.rule, None, judge) for each in policy.guardrails if judge.holds(each.rule))
 
     async def _ask(
         self, guardrail: OutsideRule, text: str, request: Mapping[str, str], ask_model: AskModel, *, is_answer: bool
@@ -180,7 +180,7 @@ class Guardrails:
 
 def _hit(rule: Rule, is_forbidden: bool | None, judge: Judge) -> Hit | None:
     if is_forbidden is None:
-        return Hit(rule, 0, is_failure=True) if rule.on_failure != "allow" and judge.needs(rule) else None
+        return Hit(rule, 0, is_failure=True) if judge.fails(rule) else None
     return Hit(rule, 0) if is_forbidden and judge.forbids(rule) else None
 
 

@@ -8,6 +8,7 @@
     phrases = ["launch code"]              # deny list, compared after folding (see folding.py)
     whole_words = true                     # default: "code" does not match in "codec"
     confusables = true                     # default: false; also what looks like a phrase (see look_alikes.py)
+    spaced = true                          # default: false; also with other characters between the letters
     mode = "gate"                          # the default; monitor, mask, async, off (see rule_modes.py)
     tenants = {acme = "monitor"}           # tenants that have another mode
     on_request = true                      # default: false; only for requests that name it as a guardrail
@@ -37,19 +38,19 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import ahocorasick
 import msgspec
 import re2
 import xxhash
 
 from kvloom_common.plugins import PluginError
-from safety_svc.folding import Fold, fold
+from safety_svc.folding import fold, is_letter
 from safety_svc.judge_formats import FORMATS, JudgeTerms
 from safety_svc.look_alikes import fold_look_alikes, spellings
+from safety_svc.phrase_set import Phrase, PhraseSet, phrase_sets
 from safety_svc.rule_fields import (
     AnyFields,
     CommonFields,
@@ -60,37 +61,20 @@ from safety_svc.rule_fields import (
     OutsideFields,
     PolicyFields,
     RuleFields,
+    Target,
 )
-from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, OnFailure, RuleTerms, Scopes
+from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, Rule, RuleTerms, Scopes
 from safety_svc.rule_plugins import KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
 MAX_PREFIX_LENGTH: Final = 64
+MIN_SPACED_LETTERS: Final = 2
+"""The letters of shorter phrases stand in many texts, if nothing between them counts."""
 
 
 class PolicyError(Exception):
     """The policy file cannot be used. The message names the file, the rule and the problem."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """The part of a rule that is reported when it blocks a text."""
-
-    name: str
-    message: str
-    category: str = ""
-    on_failure: OnFailure = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Phrase:
-    rule: Rule
-    text: str
-    """The folded phrase."""
-    whole_words: bool
-    is_look_alike: bool = False
-    """It was folded by `fold_look_alikes`, and texts are to be folded so to find it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,23 +124,6 @@ def worst(hits: Iterable[Hit | None]) -> Hit | None:
     return min((hit for hit in hits if hit is not None), key=lambda hit: (hit.is_failure, hit.start), default=None)
 
 
-class PhraseSet:
-    """Phrases that are found in text which is folded in one way."""
-
-    def __init__(self, phrases: Sequence[Phrase], fold: Fold) -> None:
-        self.fold = fold
-        self.first_characters = frozenset(phrase.text[0] for phrase in phrases)
-        self.max_length = max(len(phrase.text) for phrase in phrases)
-        """The length of the longest phrase in folded characters."""
-        by_text: dict[str, list[Phrase]] = {}
-        for phrase in phrases:
-            by_text.setdefault(phrase.text, []).append(phrase)
-        self.automaton: Any = ahocorasick.Automaton()
-        for text, same in by_text.items():
-            self.automaton.add_word(text, tuple(same))
-        self.automaton.make_automaton()
-
-
 class RuleSet:
     """The compiled rules for one target, prompts or answers."""
 
@@ -183,10 +150,7 @@ class RuleSet:
     @functools.cached_property
     def phrase_sets(self) -> tuple[PhraseSet, ...]:
         """The phrases, by how texts are folded. Making them takes long."""
-        by_fold: dict[Fold, list[Phrase]] = {}
-        for phrase in self.phrases:
-            by_fold.setdefault(fold_look_alikes if phrase.is_look_alike else fold, []).append(phrase)
-        return tuple(PhraseSet(own, own_fold) for own_fold, own in by_fold.items())
+        return phrase_sets(self.phrases, fold, fold_look_alikes)
 
     def reach(self, text: str, start: int) -> int:
         """Return the maximum length of a match that begins with the prefix at text[start:]."""
@@ -244,10 +208,11 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
         if count > 1:
             raise PolicyError(f"rule {name!r}: the name is used twice")
     scopes = Scopes([RuleTerms(rule.name, rule.mode, rule.tenants, rule.on_request) for rule in rules])
-    prompt = _compile(rules, ("prompt",), ALL_MODES)
-    answer = _compile(rules, ("answer",), HOLDING)
-    watched = _compile(rules, ("answer",), ALL_MODES - HOLDING)
-    any_text = _compile(rules, ("prompt", "answer"), ALL_MODES)
+    compiled = [_compiled(rule) for rule in rules if not isinstance(rule, OutsideFields) and _modes(rule) & ALL_MODES]
+    prompt = _chosen(compiled, ("prompt",), ALL_MODES)
+    answer = _chosen(compiled, ("answer",), HOLDING)
+    watched = _chosen(compiled, ("answer",), ALL_MODES - HOLDING)
+    any_text = _chosen(compiled, ("prompt", "answer"), ALL_MODES)
     categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
     made: list[RuleSet] = []
     for used in (prompt, answer, watched, any_text):  # now, and not while a text waits
@@ -307,29 +272,35 @@ def _fields(table: dict[str, Any], number: int) -> AnyFields:
         raise PolicyError(f"{shown}: {error}") from error
 
 
-def _compile(rules: Sequence[AnyFields], targets: Collection[str], modes: Collection[Mode]) -> RuleSet:
+class _Compiled(NamedTuple):
+    """A rule's phrases and patterns."""
+
+    fields: RuleFields | KindFields
+    phrases: Sequence[Phrase]
+    patterns: Sequence[Pattern]
+
+
+def _compiled(fields: RuleFields | KindFields) -> _Compiled:
+    if isinstance(fields, KindFields):
+        return _Compiled(fields, (), [_kind_pattern(fields)])
+    rule = _rule(fields)
+    phrases = [phrase for text in fields.phrases for phrase in _phrases(rule, text, fields)]
+    return _Compiled(fields, phrases, [_pattern(rule, expression, fields) for expression in fields.patterns])
+
+
+def _chosen(compiled: Iterable[_Compiled], targets: Collection[Target], modes: Collection[Mode]) -> RuleSet:
     """The rules for these targets that are in one of these modes for anybody."""
     phrases: list[Phrase] = []
     patterns: list[Pattern] = []
-    for fields in rules:
-        if isinstance(fields, OutsideFields):
-            continue
-        if not any(mode in modes for mode in (fields.mode, *fields.tenants.values())):
-            continue
-        if isinstance(fields, KindFields):
-            if any(target in fields.applies_to for target in targets):
-                patterns.append(_kind_pattern(fields))
-            continue
-        if not any(target in fields.applies_to for target in targets):
-            continue
-        rule = _rule(fields)
-        for text in fields.phrases:
-            phrases.append(_phrase(rule, text, whole_words=fields.whole_words))
-            if fields.confusables:
-                seen = sorted(spellings(text))
-                phrases += [Phrase(rule, spelling, fields.whole_words, is_look_alike=True) for spelling in seen]
-        patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
+    for each in compiled:
+        if not _modes(each.fields).isdisjoint(modes) and not set(each.fields.applies_to).isdisjoint(targets):
+            phrases += each.phrases
+            patterns += each.patterns
     return RuleSet(phrases, patterns)
+
+
+def _modes(fields: CommonFields) -> frozenset[Mode]:
+    return frozenset((fields.mode, *fields.tenants.values()))
 
 
 def _rule(fields: CommonFields) -> Rule:
@@ -343,11 +314,21 @@ def _kind_pattern(fields: KindFields) -> Pattern:
     return Pattern(rule, expression, expression.prefixes, kind.max_length)
 
 
-def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
+def _phrases(rule: Rule, text: str, fields: RuleFields) -> Iterator[Phrase]:
+    """One phrase in all ways in which it is searched."""
     folded = fold(text)[0].strip()
     if not folded:
         raise PolicyError(f"rule {rule.name!r}: the phrase {text!r} is empty")
-    return Phrase(rule, folded, whole_words)
+    written = [(folded, False)]
+    if fields.confusables:
+        written += [(spelling, True) for spelling in sorted(spellings(text))]
+    for spelling, is_look_alike in written:
+        yield Phrase(rule, spelling, fields.whole_words, is_look_alike)
+        if fields.spaced:
+            letters = "".join(filter(is_letter, spelling))
+            if len(letters) < MIN_SPACED_LETTERS:
+                raise PolicyError(f"rule {rule.name!r}: the phrase {text!r} has too few letters for spaced = true")
+            yield Phrase(rule, letters, fields.whole_words, is_look_alike, is_spaced=True)
 
 
 def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:

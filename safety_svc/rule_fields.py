@@ -41,6 +41,8 @@ class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     whole_words: bool = True
     confusables: bool = False
     """Texts that look like a phrase are forbidden, too."""
+    spaced: bool = False
+    """Texts with a phrase's letters are forbidden, too, whatever up to MAX_GAP characters stand between two of them."""
     patterns: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     max_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = DEFAULT_MAX_LENGTH

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
-from _pytest.nodeid import NodeId
-from xdist.scheduler import LoadGroupScheduling
+import structlog
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.model_runner import ModelRunner
@@ -24,26 +23,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["tests.fabric_starts"]
-
-LONGEST_FIRST = (
-    "tests/e2e/test_fabric_models.py",
-    "tests/e2e/test_docs_commands.py",
-    "tests/conformance/test_torch_engine.py",
-    "tests/e2e/test_fabric_control.py",
-    "tests/e2e/test_fabric_commands.py",
-    "tests/lab/dst/test_router_core_simulation.py",
-    "tests/lab/dst/test_planted_bugs.py",
-    "tests/e2e/test_fabric_sim.py",
-    "tests/e2e/test_fabric_hostile.py",
-    "tests/e2e/test_fabric_fleet.py",
-    "tests/lab/e2e/test_fabric_chaos.py",
-    "tests/e2e/test_wheel.py",
-    "tests/e2e/test_pages_accessibility.py",
-    "tests/integration/test_torch_adapters.py",
-    "tests/integration/test_router_loss.py",
-)
-"""With pytest-xdist these begin first, so that the processes end together. A group begins with its first file."""
+pytest_plugins = ["tests.fabric_starts", "tests.run_order"]
 
 NEEDS_TORCH = (
     "unit/shard_server/torch_engine/*",
@@ -54,31 +34,27 @@ NEEDS_TORCH = (
     "property/test_call_guides.py",
     "property/test_torch_*",
 )
-"""Quick tests that are left out where the embedded engine is not installed."""
-collect_ignore_glob = [] if importlib.util.find_spec("torch") else list(NEEDS_TORCH)
+"""Quick tests that are left out where the embedded engine is not installed, and by `make unit`, since torch takes each
+process seconds to import."""
+HAS_TORCH = importlib.util.find_spec("torch") is not None and "TEST_WITHOUT_TORCH" not in os.environ
+collect_ignore_glob = [] if HAS_TORCH else list(NEEDS_TORCH)
 
 GC_THRESHOLD = 10_000
 """With Python's own 700 the simulation spends a fifth of its time on looking for garbage, of which there is little."""
-
-
-class FilesAndGroups(LoadGroupScheduling):
-    """Gives a process of pytest-xdist the tests of a group (marker `xdist_group`), which share a fabric, or else of a
-    file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        scope = super()._split_scope(nodeid)
-        return nodeid.partition("::")[0] if scope == nodeid else scope
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndGroups:
-    return FilesAndGroups(config, log)
-
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several test processes wait for one another by spinning, on cores that the
     # others need. Engines set their own number all the same.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# With the values of all variables, which is structlog's own way of showing one, a stack trace takes a second.
+structlog.configure(
+    [
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # A busy machine is no reason to fail; pytest-timeout finds what hangs. The examples are the same in every run, so that
 # a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others. Tests say how many
@@ -90,31 +66,18 @@ hypothesis.settings.load_profile("fixed")
 
 
 def pytest_report_header() -> list[str]:
-    return [f"left out, because torch is not installed: {' '.join(NEEDS_TORCH)}"] if collect_ignore_glob else []
+    return [f"left out, because they need torch: {' '.join(NEEDS_TORCH)}"] if collect_ignore_glob else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A whole file at a time, in the order in which they begin; all processes of pytest-xdist must agree on it."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
-        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
-        for item in items:
-            _name_group(item)
-
-
-def _name_group(item: pytest.Item) -> None:
-    """The scheduler knows a test's group by the end of its id. pytest-xdist 3.8 appends it in a way that pytest 9.2
-    takes no notice of."""
-    group = item.get_closest_marker("xdist_group")
-    if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
-        item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")  # pyright: ignore[reportAttributeAccessIssue]
+def pytest_collectstart() -> None:
+    gc.disable()  # until there is what is imported and collected, which is no garbage
 
 
 def pytest_collection_finish() -> None:
     """What was imported and collected, some 700,000 objects, need not be walked again and again for garbage."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ brownout.py                 `kvloom-lab bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 brownout_run.py             the same on fabrics of real processes
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
+phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
 preemption.py               `kvloom-lab bench preemption`: urgent requests on shards that batch answers fill
 experiment.py               what all benches share: flags, a run, rows, and their table, JSON and plot
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity

@@ -20,6 +20,7 @@ from tools.cli.lazy_group import LazyGroup
         "data-plane": "lab.bench.data_plane.command:bench_data_plane",
         "fairness": "lab.bench.fairness:bench_fairness",
         "overload": "lab.bench.overload:bench_overload",
+        "phrases": "lab.bench.phrases:bench_phrases",
         "preemption": "lab.bench.preemption:bench_preemption",
         "spot-notice": "lab.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",

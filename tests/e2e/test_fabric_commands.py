@@ -57,6 +57,7 @@ def test_a_load_shows_what_clients_of_the_fabric_see(sim_fabric: RunningFabric):
     assert json.loads(refused.stdout)["errors"].keys() == {"model_not_found"}
 
 
+@on_the_shared_fabric
 def test_doctor_finds_a_fabric_closed_to_strangers_as_it_was_started(sim_fabric: RunningFabric):
     """What `kvloom up` starts must be safe without a setting; the command must say what it has tried."""
     done = run_kvloom("doctor", "security", "--json", env=sim_fabric.env)

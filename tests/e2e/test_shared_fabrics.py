@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from tests.run_order import group_of
+
 
 @pytest.mark.xdist_group("shared")
 def test_the_id_of_a_test_ends_with_its_group(request: pytest.FixtureRequest) -> None:
@@ -13,3 +15,14 @@ def test_the_id_of_a_test_ends_with_its_group(request: pytest.FixtureRequest) ->
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("there is one process")
     assert request.node.nodeid.endswith("@shared")
+
+
+def test_a_test_of_a_shared_fabric_is_of_its_group(request: pytest.FixtureRequest) -> None:
+    """One that was not started a fabric of its own, and looked like the others."""
+    strays = {
+        item.nodeid
+        for item in request.session.items
+        for name in getattr(item, "fixturenames", ())
+        if name.endswith("_fabric") and group_of(item) != name.removesuffix("_fabric")
+    }
+    assert not strays

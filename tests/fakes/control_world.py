@@ -8,9 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from sqlalchemy.engine import make_url
 
-from control.database.migrate import migrate
 from control.directory.quotas import Quotas
 from control.replication.versions import Versions
 from control.service.control_servicer import ControlServicer
@@ -24,12 +22,12 @@ from kvloom.v1 import (
     usage_service_pb2_grpc,
 )
 from kvloom.v1.control_service_pb2 import FollowRequest
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.sliced_dict import NUM_SLICES
 from kvloom_common.tenancy.table import Key, Organisation, Tenant, TenantTable
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from tests.fakes.migrated_database import control_database
 
 Pb = directory_service_pb2
 """The messages of DirectoryService."""
@@ -85,8 +83,7 @@ async def control_world(
     quotas: Quotas = Quotas(),  # noqa: B008
 ) -> AsyncIterator[ControlWorld]:
     """An empty one; `database_url` and `quotas` are those of the configuration."""
-    async with open_database(with_driver(make_url(database_url))) as database:
-        await migrate(database)
+    async with control_database(database_url) as database:
         versions = Versions(database)
         server = grpc.aio.server()
         checked = CheckedServer(server)

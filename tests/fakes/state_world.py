@@ -13,14 +13,11 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from sqlalchemy.engine import make_url
 
 from edge_http.orchestrator_link import OrchestratorLink
 from kvloom.v1 import orchestrator_service_pb2_grpc
 from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.migrate import migrate
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
@@ -41,6 +38,7 @@ from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
+from tests.fakes.migrated_database import migrated_database
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
 
@@ -100,8 +98,7 @@ async def state_world(
 ) -> AsyncIterator[StateWorld]:
     """`more_models`: those that the edge has besides "tiny". `settings`: those of the orchestrator."""
     async with contextlib.AsyncExitStack() as stack:
-        database = await stack.enter_async_context(open_database(with_driver(make_url(database_url))))
-        await migrate(database, MIGRATIONS)
+        database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
         use_seal(database, seal)
         callers = callers_of(folder, two_organisations())
         edge = await stack.enter_async_context(

@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import sqlalchemy as sa
-from sqlalchemy.engine import make_url
 
-from control.database.migrate import migrate
 from control.database.schema import keys, organisations, projects
 from control.database.usage_tables import budget_spending, usage_daily
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.usage_record import UsageRecord
+from tests.fakes.migrated_database import control_database
 
 NOON = 1_764_072_000.0
 """2025-11-25, 12:00 UTC."""
@@ -39,8 +37,7 @@ def usage_record(number: int, request_id: str, producer: str = "r0/1", **changes
 @contextlib.asynccontextmanager
 async def usage_database(url: str, **limits: object) -> AsyncIterator[Database]:
     """With the organisation acme, its project acme/search that has these limits, and its key k1."""
-    async with open_database(with_driver(make_url(url))) as database:
-        await migrate(database)
+    async with control_database(url) as database:
         async with database.writing() as connection:
             common = {"tier": None, "created_at": 0.0}
             await connection.execute(organisations.insert(), {"id": "acme", "limits": {}, "disabled": False, **common})

@@ -33,6 +33,9 @@ async def lines_of(world: EdgeWorld, capture: LogCapture, num_lines: int) -> lis
     return written()
 
 
+BEFORE = structlog.get_config()
+
+
 def capturing() -> LogCapture:
     capture = LogCapture()
     structlog.configure(processors=[add_request_fields, capture], cache_logger_on_first_use=False)
@@ -66,7 +69,7 @@ async def test_an_answered_and_refused_requests_leave_a_line_each() -> None:
         assert "secret" not in repr(capture.entries)
         assert "\x1b" not in repr(lines[2]["path"])
     finally:
-        structlog.reset_defaults()
+        structlog.configure(**BEFORE)
 
 
 async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
@@ -89,7 +92,7 @@ async def test_a_client_that_leaves_is_logged_with_its_answer() -> None:
         assert line["request_id"].startswith("chatcmpl-")
         assert line["model"] == "tiny"
     finally:
-        structlog.reset_defaults()
+        structlog.configure(**BEFORE)
 
 
 async def test_nothing_is_logged_when_it_is_off() -> None:
@@ -101,7 +104,7 @@ async def test_nothing_is_logged_when_it_is_off() -> None:
             await world.http.get(f"{world.url}/v1/models")
         assert [entry for entry in capture.entries if entry["event"] == "http_request_ended"] == []
     finally:
-        structlog.reset_defaults()
+        structlog.configure(**BEFORE)
 
 
 def test_all_processes_draw_the_same_sample() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModel
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from kvloom_common.text.tokenizer import ModelTokenizer
@@ -20,8 +19,10 @@ from tests.fakes.embedding_world import EmbeddingWorld, embedding_world
 from tests.fakes.failover_world import MODEL
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.word_tokenizer import word_tokenizer
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -106,7 +107,7 @@ def reference(encoder_dir: Path, texts: tuple[str, ...]) -> list[torch.Tensor]:
     tokenizer = Tokenizer.from_file(str(encoder_dir / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(256)
-    model = AutoModel.from_pretrained(encoder_dir, dtype=torch.float32).eval()
+    model = transformers.AutoModel.from_pretrained(encoder_dir, dtype=torch.float32).eval()
     with torch.inference_mode():
         found = [model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0].mean(0) for text in texts]
     return [vector / vector.norm() for vector in found]

@@ -9,13 +9,14 @@ from typing import Any
 
 import openai
 import pytest
-from anthropic.types import RefusalStopDetails
 
 from edge_http.formatting.moderation import CATEGORIES
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, answer
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
 
 BLOCK = {"mode": "block"}
 SCORE = {"mode": "score"}
@@ -82,7 +83,8 @@ async def test_a_stream_has_them_in_a_chunk_of_their_own(world: EdgeWorld, clien
     request.finish()
     chunks += [chunk async for chunk in stream]
     assert [bool(chunk.choices) for chunk in chunks[-3:]] == [True, False, False]
-    results, usage = chunks[-2].moderation, chunks[-1].usage
+    results: Any = chunks[-2].moderation
+    usage = chunks[-1].usage
     assert results is not None
     assert usage is not None
     assert results.input.type == results.output.type == "moderation_results"
@@ -96,7 +98,8 @@ async def test_a_response_has_one_result_for_each_side(world: EdgeWorld, client:
     whole = await client.responses.create(model="tiny", input="nice", moderation=asked())
     assert whole.moderation is not None
     assert whole.moderation.input.type == whole.moderation.output.type == "moderation_result"
-    assert (whole.moderation.input.flagged, whole.moderation.output.flagged) == (False, True)
+    results: Any = whole.moderation
+    assert (results.input.flagged, results.output.flagged) == (False, True)
     async with client.responses.stream(model="tiny", input="nice", moderation=asked()) as stream:  # pyright: ignore
         final = await stream.get_final_response()
     assert final.moderation == whole.moderation
@@ -196,6 +199,7 @@ async def test_bad_wishes(world: EdgeWorld) -> None:
 
 async def test_a_message_says_why_it_was_refused(world: EdgeWorld) -> None:
     """Anthropic's clients read `stop_details`."""
+    from anthropic.types import RefusalStopDetails
 
     def play(request: Any) -> None:
         request.start()

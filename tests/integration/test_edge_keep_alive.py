@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
 
 COMMENT = b": keep-alive\n"
 PING = b"event: ping\n"
@@ -108,6 +109,8 @@ async def test_a_slow_stream_passes_a_proxy_that_cuts_idle_connections() -> None
 
 async def test_messages_get_pings() -> None:
     """Anthropic's API has an event for it, which its clients leave out."""
+    import anthropic
+
     async with slow_world() as world, behind_proxy(world) as (proxy, url):
         slow = asyncio.create_task(answered_slowly(world, proxy, PING))
         client = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -19,6 +18,10 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_control import ACME, SEARCH, SEARCH_KEY, key_of
 from tests.fakes.fake_router_link import ERROR, LENGTH, FakeRequest
 from tests.fakes.tenants import callers_of
+from tests.lazy_imports import imported_when_used
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
+anthropic: Any = imported_when_used("anthropic")
 
 STATE = LimitsState(RateState(60, 41, 19.0), RateState(40_000, 39_000, 1.5))
 HEADERS = {

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from edge_http.edge import EdgeSettings
@@ -17,6 +16,10 @@ from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import CONTENT_FILTER, LENGTH, FakeRequest, answer
 from tests.fakes.scripted_answer import messages_body
+from tests.lazy_imports import imported_when_used
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
+anthropic: Any = imported_when_used("anthropic")
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: Any = {
@@ -36,12 +39,12 @@ async def world() -> AsyncIterator[EdgeWorld]:
 
 
 @pytest.fixture
-async def client(world: EdgeWorld) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client(world: EdgeWorld) -> AsyncIterator[Any]:
     async with client_of(world) as opened:
         yield opened
 
 
-def client_of(world: EdgeWorld) -> anthropic.AsyncAnthropic:
+def client_of(world: EdgeWorld) -> Any:
     return anthropic.AsyncAnthropic(base_url=world.url, api_key="none", max_retries=0)
 
 
@@ -71,7 +74,7 @@ async def events_of(world: EdgeWorld, **fields: Any) -> list[dict[str, Any]]:
         return events
 
 
-async def test_the_official_client_gets_a_text(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_the_official_client_gets_a_text(world: EdgeWorld, client: Any) -> None:
     """The least that a client does works, streamed or not, with the same message."""
     world.link.script = answer("Hel", "lo", num_cached_tokens=2)
     whole = await client.messages.create(model="tiny", max_tokens=9, messages=USER, system="Be kind.")
@@ -93,9 +96,7 @@ async def test_the_official_client_gets_a_text(world: EdgeWorld, client: anthrop
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-async def test_thinking_text_and_call_are_blocks_in_their_order(
-    world: EdgeWorld, client: anthropic.AsyncAnthropic, size: int
-) -> None:
+async def test_thinking_text_and_call_are_blocks_in_their_order(world: EdgeWorld, client: Any, size: int) -> None:
     """However the output arrives, the client puts the same message together as without streaming."""
     world.link.script = answer(*pieces(OUTPUT, size))
     whole = await client.messages.create(model="tiny", max_tokens=99, messages=USER, tools=[WEATHER])
@@ -136,7 +137,7 @@ async def test_events_come_in_anthropics_order(world: EdgeWorld) -> None:
     assert events[-2]["usage"]["output_tokens"] == 1
 
 
-async def test_an_empty_answer_has_an_empty_block(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_an_empty_answer_has_an_empty_block(world: EdgeWorld, client: Any) -> None:
     """Clients take the first block without looking."""
     for tools in ([], [CLOCK]):
         world.link.script = answer()
@@ -147,7 +148,7 @@ async def test_an_empty_answer_has_an_empty_block(world: EdgeWorld, client: anth
             assert [block.model_dump(exclude_none=True) for block in message.content] == [{"type": "text", "text": ""}]
 
 
-async def test_a_call_that_is_cut_off_becomes_text(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_call_that_is_cut_off_becomes_text(world: EdgeWorld, client: Any) -> None:
     """max_tokens may end in the middle of the arguments: the client gets what there is, and no half call to run."""
     world.link.script = answer(*pieces(CALL[:-25]), reason=LENGTH)
     whole = await client.messages.create(model="tiny", max_tokens=9, messages=USER, tools=[WEATHER])
@@ -159,7 +160,7 @@ async def test_a_call_that_is_cut_off_becomes_text(world: EdgeWorld, client: ant
         assert (await stream.get_final_message()).stop_reason == "max_tokens"
 
 
-async def test_how_an_answer_ended(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_how_an_answer_ended(world: EdgeWorld, client: Any) -> None:
     """A client decides by stop_reason what to do next."""
 
     async def ending(**finish: Any) -> tuple[str | None, str | None]:
@@ -181,7 +182,7 @@ async def test_how_an_answer_ended(world: EdgeWorld, client: anthropic.AsyncAnth
     assert await ending(reason=CONTENT_FILTER) == ("refusal", None)
 
 
-async def test_more_tokens_than_the_window_has(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_more_tokens_than_the_window_has(world: EdgeWorld, client: Any) -> None:
     """Coding agents ask for as many tokens as Anthropic's models can write. They get what fits, and learn it if that
     was the end; a prompt that does not fit is refused in the words that make them shorten it."""
     world.link.script = answer("x", reason=LENGTH)
@@ -194,7 +195,7 @@ async def test_more_tokens_than_the_window_has(world: EdgeWorld, client: anthrop
             await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": content}])
 
 
-async def test_an_agents_second_request(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_an_agents_second_request(world: EdgeWorld, client: Any) -> None:
     """Agents send everything that they have got back, with the results, in blocks with cache_control."""
     cached: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     world.link.script = answer("It snows.")
@@ -250,9 +251,7 @@ async def test_an_agents_second_request(world: EdgeWorld, client: anthropic.Asyn
     ("choice", "names"),
     [({"type": "any"}, ["get_weather", "get_time"]), ({"type": "tool", "name": "get_time"}, ["get_time"])],
 )
-async def test_a_demanded_call_is_guided(
-    world: EdgeWorld, client: anthropic.AsyncAnthropic, choice: Any, names: list[str]
-) -> None:
+async def test_a_demanded_call_is_guided(world: EdgeWorld, client: Any, choice: Any, names: list[str]) -> None:
     """A model that may only write a valid call cannot fail the client that demands one."""
     world.link.script = answer(*pieces(json.dumps({"name": names[0], "arguments": {"city": "Oslo"}})))
     tools = [WEATHER, CLOCK]
@@ -264,7 +263,7 @@ async def test_a_demanded_call_is_guided(
     assert (call.name, whole.stop_reason) == (names[0], "tool_use")
 
 
-async def test_at_most_one_call(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_at_most_one_call(world: EdgeWorld, client: Any) -> None:
     """A client that disables parallel calls could not answer the second one."""
     world.link.script = answer(*pieces(CALL + "\n" + CALL))
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
@@ -276,7 +275,7 @@ async def test_at_most_one_call(world: EdgeWorld, client: anthropic.AsyncAnthrop
     assert [sum(block.type == "tool_use" for block in message.content) for message in (whole, final, both)] == [1, 1, 2]
 
 
-async def test_no_calls(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_no_calls(world: EdgeWorld, client: Any) -> None:
     """With tool_choice none the prompt does not mention the tools, and what looks like a call is text."""
     world.link.script = answer(*pieces(CALL))
     whole = await client.messages.create(
@@ -286,9 +285,7 @@ async def test_no_calls(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> N
     assert "get_weather" not in prompt_of(world)
 
 
-async def test_thinking_that_the_client_does_not_want_to_read(
-    world: EdgeWorld, client: anthropic.AsyncAnthropic
-) -> None:
+async def test_thinking_that_the_client_does_not_want_to_read(world: EdgeWorld, client: Any) -> None:
     """With display omitted the blocks are there, without their text."""
     world.link.script = answer(*pieces(OUTPUT))
     fields: Any = {"model": "tiny", "max_tokens": 99, "messages": USER, "tools": [WEATHER]}
@@ -302,9 +299,7 @@ async def test_thinking_that_the_client_does_not_want_to_read(
         assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
 
 
-async def test_the_official_tool_runner_goes_without_a_thread(
-    world: EdgeWorld, client: anthropic.AsyncAnthropic
-) -> None:
+async def test_the_official_tool_runner_goes_without_a_thread(world: EdgeWorld, client: Any) -> None:
     """Anthropic's clients ask for a thread in every loop of tools. They send whole conversations instead only if the
     refusal says so in `details`."""
 
@@ -319,7 +314,7 @@ async def test_the_official_tool_runner_goes_without_a_thread(
     assert [block.text for block in message.content if block.type == "text"] == ["It snows."]
 
 
-async def test_structured_output(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_structured_output(world: EdgeWorld, client: Any) -> None:
     """A schema binds the model, and the answer is one block of text."""
     world.link.script = answer('{"a"', ": 1}")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -347,7 +342,7 @@ async def test_an_answer_that_the_client_has_begun(world: EdgeWorld) -> None:
     assert list(world.link.requests[-1].request.prompt_token_ids).count(end_id) == 1  # the one behind the user's turn
 
 
-async def test_count_tokens(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_count_tokens(world: EdgeWorld, client: Any) -> None:
     """The count is that of the same request's prompt, and costs no router anything."""
     fields: Any = {"model": "tiny", "messages": USER, "tools": [WEATHER], "system": "Be kind."}
     count = await client.messages.count_tokens(**fields)
@@ -358,7 +353,7 @@ async def test_count_tokens(world: EdgeWorld, client: anthropic.AsyncAnthropic) 
     assert (await client.beta.messages.count_tokens(**fields)).input_tokens == count.input_tokens
 
 
-async def test_models(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_models(world: EdgeWorld, client: Any) -> None:
     """The same path has both APIs' lists: Anthropic's clients are known by their header."""
     models = [model async for model in client.models.list(limit=1)]
     assert [(model.id, model.type, model.max_input_tokens) for model in models] == [("tiny", "model", 4096)]
@@ -437,7 +432,7 @@ async def test_versions(world: EdgeWorld, version: str | None) -> None:
             assert response.headers["request-id"]
 
 
-async def test_errors_have_anthropics_shape(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_errors_have_anthropics_shape(world: EdgeWorld, client: Any) -> None:
     """The client raises its own exception for each failure: model, path, method, size, media type, overload."""
     with pytest.raises(anthropic.NotFoundError) as caught:
         await client.messages.create(model="other", max_tokens=9, messages=USER)
@@ -466,7 +461,7 @@ async def test_errors_have_anthropics_shape(world: EdgeWorld, client: anthropic.
         assert refused.value.response.headers["retry-after"] == "3"
 
 
-async def test_an_error_in_a_running_stream_is_an_event(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_an_error_in_a_running_stream_is_an_event(world: EdgeWorld, client: Any) -> None:
     """The status has been sent, so the client learns it from the stream."""
 
     def play(request: FakeRequest) -> None:
@@ -491,7 +486,7 @@ async def test_limits_hold(world: EdgeWorld) -> None:
         assert (status, "messages" in body["error"]["message"]) == (400, True)
 
 
-async def test_a_prompt_that_safety_refuses(world: EdgeWorld, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_prompt_that_safety_refuses(world: EdgeWorld, client: Any) -> None:
     """The safety service screens everything that a caller writes here, too: the router gets its text."""
 
     def refuse(request: FakeRequest) -> None:

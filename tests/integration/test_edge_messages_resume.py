@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import anthropic
+import pytest
 
 from edge_http.resume.response_name import edge_tag_of
 from kvloom_common.access.api_keys import ApiKey, ApiKeys, digest_of
@@ -27,6 +27,8 @@ from tests.fakes.scripted_answer import (
     undisturbed,
 )
 from tests.fakes.tiny_tokenizer import model_tokenizer
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
 
 OUTPUT = ParserSpec(tools="hermes", reasoning="qwen3")
 TEXT = '<think>Hé</think>Ok\n<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
@@ -102,6 +104,8 @@ async def test_a_key_of_another_request() -> None:
 
 async def test_keys() -> None:
     """Old clients send x-api-key, and those of today a bearer token; who has neither gets Anthropic's error."""
+    import anthropic
+
     async with edge_world(callers=Callers(api_keys=ApiKeys([ApiKey("alice", digest_of(KEY))]))) as world:
         world.link.script = answer("x")
         await _check_key(world, {"x-api-key": KEY}, 200)

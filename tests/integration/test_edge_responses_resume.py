@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kvloom_common.parsers.spec import ParserSpec
+from tests.examples import SOME_OR_ALL
 from tests.fakes.edge_peers import edges
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_router_link import answer
@@ -50,10 +51,11 @@ async def test_drop_after_every_event(world: EdgeWorld) -> None:
         assert same_but_names(dropped.events) == expected
 
 
+@pytest.mark.parametrize("stride", SOME_OR_ALL)
 @pytest.mark.parametrize(
     "fields", [{}, {"tools": []}, {"include": ["message.output_text.logprobs"]}], ids=["items", "text", "logprobs"]
 )
-async def test_killed_anywhere(redis_url: str, fields: dict[str, Any]) -> None:
+async def test_killed_anywhere(redis_url: str, fields: dict[str, Any], stride: int) -> None:
     """Another edge continues inside reasoning, text and calls with the bytes that the first one would have sent. Only
     the logprobs that the first one has sent are not repeated at the end."""
     script = Script(text=TEXT, logprobs="include" in fields)
@@ -77,9 +79,9 @@ async def test_killed_anywhere(redis_url: str, fields: dict[str, Any]) -> None:
                 assert events == expected
             assert streamed.done
 
-    last = len(script.steps) - 1
-    for begin in range(1, 7):
-        await asyncio.gather(*map(one, range(begin, last, 12)))
+    ends = range(1, len(script.steps) - 1, stride)
+    for begin in range(0, len(ends), 6):
+        await asyncio.gather(*map(one, ends[begin : begin + 6]))
 
 
 def without_logprobs(event: bytes) -> bytes:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 
@@ -41,6 +40,10 @@ from tests.fakes.fake_issuer import fake_issuer
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 from tests.fakes.served_models import tiny_model
 from tests.fakes.tenants import callers_of, change, identities_of
+from tests.lazy_imports import imported_when_used
+
+pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
+anthropic: Any = imported_when_used("anthropic")
 
 CHAT = "/v1/chat/completions"
 ROUTES = ModelRoutes([RouteConfig(name="split", targets=["tiny", "secret"])])
@@ -229,10 +232,10 @@ async def test_the_official_openai_client_sees_what_it_expects(world: EdgeWorld)
 async def test_the_official_anthropic_client_sees_what_it_expects(world: EdgeWorld) -> None:
     """As OpenAI's, in Anthropic's shape."""
 
-    def client(key: str) -> anthropic.AsyncAnthropic:
+    def client(key: str) -> Any:
         return anthropic.AsyncAnthropic(base_url=world.url, api_key=key, max_retries=0)
 
-    async def ask(asked: anthropic.AsyncAnthropic, model: str) -> Any:
+    async def ask(asked: Any, model: str) -> Any:
         return await asked.messages.create(model=model, max_tokens=4, messages=[{"role": "user", "content": "a"}])
 
     async with client(SEARCH_KEY) as allowed, client("wrong") as wrong:

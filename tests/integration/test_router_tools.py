@@ -39,6 +39,7 @@ from kvloom.v1.router_service_pb2 import (
     ToolCall,
     ToolChoice,
 )
+from tests.examples import SOME_OR_ALL
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, RouterWorld
 
@@ -152,15 +153,16 @@ async def test_any_split_gives_the_same_output(world: RouterWorld, size: int) ->
     assert merged(deltas_of(await collect(world))) == whole
 
 
+@pytest.mark.parametrize("stride", SOME_OR_ALL)
 @pytest.mark.parametrize("resumable", [False, True])
 @pytest.mark.parametrize("size", [1, 7])
-async def test_an_answer_continues_anywhere(world: RouterWorld, size: int, resumable: bool) -> None:
+async def test_an_answer_continues_anywhere(world: RouterWorld, size: int, resumable: bool, stride: int) -> None:
     """A client whose router is lost in the middle of a call's arguments gets the rest of them, exactly."""
     shard = await start(world, size=size)
     given = await collect(world)
     deltas = deltas_of(given)
     whole = merged(deltas)
-    for cut in range(1, len(deltas), 13):
+    for cut in range(1, len(deltas), 4 * stride):
         head = deltas[:cut]
         token_ids = [token_id for delta in head for token_id in delta.token_ids]
         partial = PartialChoice(token_ids=token_ids, num_delivered_chars=head[-1].num_delivered_chars)

@@ -24,8 +24,9 @@ from tools.doctor.command import Result, doctor_engine, examine
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Restores the logging configuration, which the command sets for its process, here the tests'."""
+    before = structlog.get_config()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 @pytest.fixture

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModel
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, Pooling, PoolingKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.conformance.engine_driver import EngineDriver
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 
 def reference(model_dir: Path, token_ids: list[int], kind: PoolingKind) -> torch.Tensor:
-    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         states = model(torch.tensor([token_ids])).last_hidden_state[0]
     return {PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0]}.get(kind, states.mean(0))

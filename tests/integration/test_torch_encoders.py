@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModel
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Capability, EngineError
@@ -17,8 +16,10 @@ from shard_server.engines.torch_engine.encoder.runner import EncoderRunner
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.kernel_threads import family_params
 from tests.fakes.tiny_bert import write_tiny_bert
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def test_every_family_computes_what_transformers_computes(tmp_path: Path, change
     """In float32 a missing norm or a shifted position exceeds any rounding error; texts of one batch do not mix."""
     model_dir = write_tiny_bert(tmp_path, prefix=prefix, **changes)
     texts = texts_of(320, 70, 1, 33, 200)
-    reference = AutoModel.from_pretrained(model_dir, dtype=torch.float32, add_pooling_layer=False).eval()
+    reference = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32, add_pooling_layer=False).eval()
     for text, states in zip(texts, runner_of(model_dir, dtype="float32").run(texts), strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([text])).last_hidden_state[0]

@@ -11,7 +11,6 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint import gguf_weights
@@ -21,8 +20,10 @@ from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from shard_server.engines.torch_engine.rope import RopeScaling, llama3_factors
 from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -81,7 +82,7 @@ def our_logits(model_dir: Path, token_ids: list[int]) -> torch.Tensor:
 def parity_error(model_dir: Path) -> float:
     """Returns the largest difference of a logit from transformers', both in float32."""
     token_ids = torch.randint(0, 320, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([token_ids])).logits[0, NUM_TOKENS // 2 - 1 :]
     return float((our_logits(model_dir, token_ids) - reference).abs().max())

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.lazy_imports import imported_when_used
 from tools.models.shallow import write_shallow_model
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -40,7 +41,7 @@ def our_logits(model_dir: Path, token_ids: list[int], dtype: str) -> torch.Tenso
 
 
 def reference_logits(model_dir: Path, token_ids: list[int]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0, len(token_ids) // 2 - 1 :]
 

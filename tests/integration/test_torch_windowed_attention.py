@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.lazy_imports import imported_when_used
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
+transformers = imported_when_used("transformers")
 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 16, "use_sliding_window": True}
@@ -58,7 +59,7 @@ def test_windowed_layers_compute_what_transformers_computes(tmp_path: Path, name
     runner.run([ScheduledSequence(token_ids[:37], 0, table, False)])
     rows = [runner.run([ScheduledSequence(token_ids[37:50], 37, table, True)])]
     rows += [runner.run([ScheduledSequence([token_ids[i]], i, table, True)]) for i in range(50, 90)]
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([token_ids])).logits[0, 49:]
     assert float((torch.cat(rows) - reference).abs().max()) < MAX_ERROR
@@ -71,12 +72,14 @@ def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
     token_ids = random_tokens(1300, 2)
     runner = load(model_dir)
     table = random.Random(3).sample(range(1, NUM_BLOCKS), 90)
-    for start in range(0, 1298, 270):
-        rows = runner.run([ScheduledSequence(token_ids[start : min(start + 270, 1298)], start, table, True)])
+    chunks = [
+        runner.run([ScheduledSequence(token_ids[start : min(start + 270, 1298)], start, table, True)])
+        for start in range(0, 1298, 270)
+    ]
     # Every layer attends to 100 tokens, so from here on nothing depends on tokens before 1,024.
     forgotten = [0] * 64 + table[64:]
-    rows = [rows, *(runner.run([ScheduledSequence([token_ids[i]], i, forgotten, True)]) for i in (1298, 1299))]
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    rows = [chunks[-1], *(runner.run([ScheduledSequence([token_ids[i]], i, forgotten, True)]) for i in (1298, 1299))]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([token_ids])).logits[0, 1297:]
     assert float((torch.cat(rows) - reference).abs().max()) < MAX_ERROR
@@ -129,6 +132,8 @@ def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(
 
 def _check_chunks(runner: ModelRunner, token_ids: list[int], table: list[int], expected: torch.Tensor) -> None:
     for chunk in (129, 333):
-        for start in range(0, len(token_ids), chunk):
-            logits = runner.run([ScheduledSequence(token_ids[start : start + chunk], start, table, True)])
-        assert torch.equal(logits, expected)
+        logits = [
+            runner.run([ScheduledSequence(token_ids[start : start + chunk], start, table, True)])
+            for start in range(0, len(token_ids), chunk)
+        ]
+        assert torch.equal(logits[-1], expected)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 from yarl import URL
 
 from edge_http.admin.routes import ADMIN_ROUTES
@@ -82,8 +83,10 @@ class World(NamedTuple):
     secrets: dict[str, str]
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """Each row of the table asks about things of its own."""
+    tmp_path = tmp_path_factory.mktemp("world")
     async with control_world(f"sqlite:///{tmp_path}/control.db") as control:
         secrets = {"no key": ""}
         for name, (project, role) in KEYS.items():
@@ -176,6 +179,7 @@ async def refused_in_any_case(world: World, who: str) -> bool:
     return statuses == [403] * len(lifted)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("row", ROWS, ids=[row.methods[0] for row in ROWS])
 async def test_each_cell_is_what_happens(world: World, row: Row) -> None:
     """A promise to operators and their customers."""

@@ -11,9 +11,7 @@ import sqlalchemy as sa
 from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy.engine import make_url
 
-from control.database.migrate import migrate
 from control.database.schema import changes, table_state
 from control.directory.actor import Actor
 from control.directory.methods import READS, WRITES
@@ -24,10 +22,10 @@ from control.replication.versions import Versions
 from kvloom.errors import KvloomError
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits, Price
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database
 from kvloom_common.tenancy.table import TenantTable
 from tests.examples import num_examples
+from tests.fakes.migrated_database import control_database
 
 OPERATOR = Actor("test")
 ORGANISATIONS = ("a", "b")
@@ -163,8 +161,7 @@ def content(table: TenantTable) -> tuple[Any, ...]:
 
 
 async def run(url: str, drawn: list[Any]) -> None:
-    async with open_database(with_driver(make_url(url))) as database:
-        await migrate(database)
+    async with control_database(url) as database:
         rig = Rig(database)
         for step in drawn:
             await rig.step(step)

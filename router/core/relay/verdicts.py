@@ -93,8 +93,13 @@ class Verdicts:
         """Halts are handled first: text that they forbid must not be sent with text that the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
             raise protocol_violation("A screening frame's arrays do not fit together.")
-        self._lifecycle.leave_fast_paths()
         screening, settle = self._screening, self._lifecycle.settle
+        verdicts = [(halt.slot, halt.num_clear_chars) for halt in answers.halts]
+        for slot, num_clear_chars in (*verdicts, *zip(answers.slots, answers.num_clear_chars, strict=True)):
+            choice = screening.choice(slot)
+            if choice is not None and num_clear_chars > _num_screened_chars(choice):
+                raise protocol_violation("A screening frame clears text that does not exist.")
+        self._lifecycle.leave_fast_paths()
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
             if choice is not None and halt.rule_failed:
@@ -198,6 +203,12 @@ class Verdicts:
 
 def _is_being_screened(choice: Choice) -> bool:
     return choice.is_screened and not choice.is_done
+
+
+def _num_screened_chars(choice: Choice) -> int:
+    """All that the service can have judged: the answer's text, and the stop string that has ended it."""
+    finish = None if choice.withheld is None else choice.withheld.finish
+    return choice.num_chars + (0 if finish is None else len(finish.stop_string))
 
 
 def _content_filtered(message: str) -> KvloomError:

@@ -44,10 +44,14 @@ def section() -> str:
 
 def has_cache(path: Path) -> bool:
     """Whether a module remembers results by decorators, or has a dictionary from which it evicts in order."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    if not any(name in source for name in ("lru_cache", "OrderedDict", "functools.cache", "Cache")):
+        return False  # parsing takes milliseconds
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute | ast.Name):
             name = node.attr if isinstance(node, ast.Attribute) else node.id
-            if name in ("lru_cache", "OrderedDict") or ast.unparse(node) == "functools.cache":
+            is_cache = name == "cache" and ast.unparse(node) == "functools.cache"
+            if name in ("lru_cache", "OrderedDict") or is_cache:
                 return True
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Cache", "Caches")):
             return True

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from kvloom.errors import CATALOGUE
-from tests import conformance_page, errors_page
+from tests import errors_page
 from tests.cli_page import EXPLAINED_ABOVE, PAGES, page_with_commands
 from tests.conftest import REPOSITORY
 
@@ -58,6 +58,8 @@ def test_the_page_of_errors_is_the_catalogue() -> None:
 
 def test_the_page_of_conformance_is_what_the_client_and_the_routes_say() -> None:
     """A figure that nobody derives again is soon a wish (`python -m tests.conformance_page`)."""
+    from tests import conformance_page  # which imports openai
+
     text = conformance_page.PAGE.read_text()
     assert conformance_page.page_with_tables(text) == text
 

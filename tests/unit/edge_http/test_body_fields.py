@@ -7,13 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-import anthropic.types
-import openai.types.shared_params
 import pytest
 import structlog.testing
-from anthropic.types import message_create_params as messages
-from openai.types.chat import completion_create_params as chat
-from openai.types.responses import response_create_params as responses
 
 from edge_http.anthropic.requests import decode_messages
 from edge_http.openai.requests import ReasoningEffort, ServiceTier, decode_chat, decode_completion
@@ -182,6 +177,12 @@ def test_who_is_strict(refuses_all: bool, header: str | None, strict: bool) -> N
 
 def test_enumerations_are_those_of_the_official_clients() -> None:
     """Whatever value their types allow is accepted by both APIs."""
+    import anthropic.types
+    import openai.types.shared_params
+    from anthropic.types import message_create_params as messages
+    from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params as responses
+
     efforts = {value for value in get_args(get_args(openai.types.shared_params.ReasoningEffort)[0]) if value}
     assert efforts <= set(get_args(ReasoningEffort))
     for params in (chat.CompletionCreateParamsNonStreaming, responses.ResponseCreateParamsNonStreaming):

@@ -31,10 +31,10 @@ def refusal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert logs <= {"kvloom.log"}, "a process was started first"
         return capsys.readouterr().err
 
-    umask = os.umask(0o077)
+    umask, logging = os.umask(0o077), structlog.get_config()
     yield refusal_of
     os.umask(umask)  # the command changes it, and what logs look like
-    structlog.reset_defaults()
+    structlog.configure(**logging)
 
 
 @pytest.mark.parametrize(

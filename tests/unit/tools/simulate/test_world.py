@@ -81,7 +81,13 @@ def test_every_call_has_one_outcome_and_all_its_tokens(changes) -> None:
     assert result.router_cpu_seconds > 0
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=() if name in ("two stale routers", "both") else pytest.mark.long)
+        for name, changes in VARIANTS.items()
+    ],
+)
 def test_a_run_can_be_repeated_exactly(changes) -> None:
     """A figure in a table must be the same tomorrow."""
     first, second = (simulate(_workload(), _options(**changes)) for _ in range(2))

@@ -1,0 +1,63 @@
+"""In which order, and in which process of pytest-xdist, tests run: what takes longest begins first, so that all
+processes end together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from _pytest.nodeid import NodeId
+from xdist.scheduler import LoadGroupScheduling
+
+from tests.durations import recorded
+
+
+class FilesAndGroups(LoadGroupScheduling):
+    """Gives a process of pytest-xdist the tests of a group (marker `xdist_group`), which share a fabric, or else of a
+    file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if scope == nodeid else scope
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndGroups:
+    return FilesAndGroups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A whole file or group at a time; all processes of pytest-xdist must agree on the order."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        seconds = seconds_by_group(items)
+        items.sort(key=lambda item: (-seconds[group_of(item)], group_of(item)))
+        for item in items:
+            _name_group(item)
+
+
+def seconds_by_group(items: list[pytest.Item]) -> dict[str, float]:
+    """What is recorded of a file counts for its tests in equal parts, since they may belong to several groups."""
+    record = recorded()
+    num_tests = Counter(map(_file_of, items))
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for item in items:
+        seconds[group_of(item)] += record.get(_file_of(item), 0.0) / num_tests[_file_of(item)]
+    return seconds
+
+
+def group_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return _file_of(item) if marker is None else marker.args[0]
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _name_group(item: pytest.Item) -> None:
+    """The scheduler knows a test's group by the end of its id. pytest-xdist 3.8 appends it in a way that pytest 9.2
+    takes no notice of."""
+    group = item.get_closest_marker("xdist_group")
+    if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
+        item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")  # pyright: ignore[reportAttributeAccessIssue]
