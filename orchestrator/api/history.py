@@ -70,12 +70,11 @@ async def _searched(call: OperationCall, kind: str, page: Page, search: str) -> 
             for place, one in enumerate(found):
                 bodies = await items.of_parent(connection, call.tenant, one.id)
                 num_scanned, last = num_scanned + len(bodies), one.id
-                if snippets := _snippets(bodies, words):
+                if snippets := await asyncio.to_thread(_snippets, bodies, words):
                     data.append({**await entry(connection, call.tenant, one), "snippets": snippets})
                 if len(data) == page.limit or num_scanned >= MAX_SCANNED_ITEMS:
                     has_more = has_more or place + 1 < len(found)
                     break
-        await asyncio.sleep(0)  # others have their turn
     return _as_list(data, last, has_more=has_more)
 
 

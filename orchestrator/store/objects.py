@@ -146,6 +146,16 @@ async def listed(
     return [_stored(connection, tenant, row) for row in rows[: page.limit]], len(rows) > page.limit
 
 
+async def names_after(
+    connection: AsyncConnection, tenant: str, kind: str, now: float, after: tuple[float, str], most: int
+) -> list[tuple[float, str]]:
+    """The times and ids of the tenant's next objects, by their age. `after` may be deleted meanwhile."""
+    key, there = sa.tuple_(objects.c.created_at, objects.c.id), sa.tuple_(*map(sa.literal, after))
+    wanted = sa.select(objects.c.created_at, objects.c.id).where(_owned(tenant, kind, now), key > there)
+    rows = await connection.execute(wanted.order_by(objects.c.created_at, objects.c.id).limit(most))
+    return [(row.created_at, row.id) for row in rows]
+
+
 async def change(
     connection: AsyncConnection, tenant: str, object_id: str, body: Mapping[str, Any], label: str | None = None
 ) -> None:

@@ -162,6 +162,7 @@ async def test_feedback_is_given_changed_listed_and_deleted(world: StateWorld) -
 async def test_exports_are_lines_of_json(world: StateWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is stored of a conversation, or of a response with its feedback."""
     monkeypatch.setattr("orchestrator.api.exports.PAGE", 2)
+    monkeypatch.setattr("orchestrator.api.exports.PIECE_BYTES", 100)
     talks = [await talk(world, f"question {number}") for number in range(3)]
     await world.client.responses.create(model="tiny", input="and now?", conversation=talks[0])
     _, [line] = await asked(world, "GET", f"/conversations/{talks[0]}/export")
