@@ -13,17 +13,20 @@ import pytest_asyncio
 from orchestrator.database.schema import items, objects
 from orchestrator.store.expiry import delete_expired
 from tests.fakes.fake_router_link import answer
-from tests.fakes.state_world import StateWorld, state_world
+from tests.fakes.state_world import StateWorld, state_world_on
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
 
 DAY = 86_400.0
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
-    folder = tmp_path_factory.mktemp("history")
-    async with state_world(f"sqlite:///{folder}/state.db", folder) as started:
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.long])],
+)
+async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
+    async with state_world_on(request, tmp_path_factory) as started:
         started.edge.link.script = answer("Hello", " you")
         yield started
 
