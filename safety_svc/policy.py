@@ -40,88 +40,41 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import re2
 import xxhash
-from msgspec import Meta
 
 from kvloom_common.plugins import PluginError
 from safety_svc.folding import fold, is_letter
+from safety_svc.judge_formats import FORMATS, JudgeTerms
 from safety_svc.look_alikes import fold_look_alikes, spellings
 from safety_svc.phrase_set import Phrase, PhraseSet, phrase_sets
-from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, OnFailure, Rule, RuleTerms, Scopes
-from safety_svc.rule_plugins import MAX_LENGTH, KindExpression, rule_kind
+from safety_svc.rule_fields import (
+    AnyFields,
+    CommonFields,
+    GuardrailFields,
+    JudgeFields,
+    KindFields,
+    Name,
+    OutsideFields,
+    PolicyFields,
+    RuleFields,
+    Target,
+)
+from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, Rule, RuleTerms, Scopes
+from safety_svc.rule_plugins import KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
-DEFAULT_MAX_LENGTH: Final = 64
 MAX_PREFIX_LENGTH: Final = 64
 MIN_SPACED_LETTERS: Final = 2
 """The letters of shorter phrases stand in many texts, if nothing between them counts."""
 
-Target = Literal["prompt", "answer"]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
-
 
 class PolicyError(Exception):
     """The policy file cannot be used. The message names the file, the rule and the problem."""
-
-
-class CommonFields(msgspec.Struct, kw_only=True):
-    """The fields that every rule has."""
-
-    name: Name
-    message: Name = "This content is not allowed here."
-    category: Annotated[str, Meta(max_length=128)] = ""
-    """The name that moderations give to a text that breaks the rule; "": the rule's own name."""
-    applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
-    mode: Mode = "gate"
-    tenants: dict[str, Mode] = {}
-    """The modes of tenants that have another one."""
-    on_request: bool | tuple[Name, ...] = False
-    """The rule holds only for requests that name it (`guardrails`). A list: for those of these tenants."""
-    on_failure: OnFailure = ""
-
-
-class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
-    """A rule of kvloom's own kind as written in the file."""
-
-    kind: Literal["text"] = "text"
-    phrases: tuple[str, ...] = ()
-    whole_words: bool = True
-    confusables: bool = False
-    """Texts that look like a phrase are forbidden, too."""
-    spaced: bool = False
-    """Texts with a phrase's letters are forbidden, too, whatever up to MAX_GAP characters stand between two of them."""
-    patterns: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ()
-    max_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = DEFAULT_MAX_LENGTH
-
-
-class KindFields(CommonFields, kw_only=True):
-    """A rule of another package's kind; the fields that are not named here are the kind's own."""
-
-    kind: Name
-    rule_kind: Any
-    """The plugin's RuleKind."""
-
-
-class GuardrailFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
-    """A rule that asks a service of others (guardrails.py)."""
-
-    kind: Literal["guardrail"]
-    url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
-    api_key_file: str = ""
-    timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
-
-
-AnyFields = RuleFields | KindFields | GuardrailFields
-
-
-class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
-    rules: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +94,19 @@ class Guardrail:
     url: str
     api_key: str
     timeout_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelJudge:
+    """A model of the fabric that judges prompts."""
+
+    rule: Rule
+    model: str
+    terms: JudgeTerms
+    timeout_seconds: float
+
+
+OutsideRule = Guardrail | ModelJudge
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +173,10 @@ class SafetyPolicy:
     """Rules that let text of answers pass, and see it."""
     any_text: RuleSet
     """All rules."""
-    guardrails: tuple[Guardrail, ...]
+    guardrails: tuple[OutsideRule, ...]
+    """Those for prompts."""
+    answer_guardrails: tuple[OutsideRule, ...]
+    """Those that watch answers."""
     """For prompts."""
     scopes: Scopes
     categories: tuple[str, ...]
@@ -239,7 +208,7 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
         if count > 1:
             raise PolicyError(f"rule {name!r}: the name is used twice")
     scopes = Scopes([RuleTerms(rule.name, rule.mode, rule.tenants, rule.on_request) for rule in rules])
-    compiled = [_compiled(rule) for rule in rules if not isinstance(rule, GuardrailFields) and _modes(rule) & ALL_MODES]
+    compiled = [_compiled(rule) for rule in rules if not isinstance(rule, OutsideFields) and _modes(rule) & ALL_MODES]
     prompt = _chosen(compiled, ("prompt",), ALL_MODES)
     answer = _chosen(compiled, ("answer",), HOLDING)
     watched = _chosen(compiled, ("answer",), ALL_MODES - HOLDING)
@@ -249,19 +218,36 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
     for used in (prompt, answer, watched, any_text):  # now, and not while a text waits
         used.take_phrase_sets(next((other for other in made if other.phrases == used.phrases), None))
         made.append(used)
-    guardrails = tuple(_guardrail(fields, folder) for fields in rules if isinstance(fields, GuardrailFields))
-    return SafetyPolicy(revision, prompt, answer, watched, any_text, guardrails, scopes, categories)
+    outside = [(fields, _outside(fields, folder)) for fields in rules if isinstance(fields, OutsideFields)]
+    for_prompts = tuple(rule for fields, rule in outside if "prompt" in fields.applies_to)
+    for_answers = tuple(rule for fields, rule in outside if "answer" in fields.applies_to)
+    return SafetyPolicy(revision, prompt, answer, watched, any_text, for_prompts, for_answers, scopes, categories)
+
+
+def _outside(fields: OutsideFields, folder: Path) -> OutsideRule:
+    """Raises PolicyError."""
+    if "answer" in fields.applies_to and not {fields.mode, *fields.tenants.values()} <= {"monitor", "off"}:
+        message = "answers are judged when they have been shown: use the mode monitor, or applies_to = ['prompt']"
+        raise PolicyError(f"rule {fields.name!r}: {message}")
+    return _guardrail(fields, folder) if isinstance(fields, GuardrailFields) else _model_judge(fields)
 
 
 def _guardrail(fields: GuardrailFields, folder: Path) -> Guardrail:
     """Raises PolicyError."""
-    if fields.applies_to != ("prompt",):
-        raise PolicyError(f"rule {fields.name!r}: applies_to must be ['prompt']: guardrails judge whole texts")
     try:
         api_key = (folder / fields.api_key_file).read_text().strip() if fields.api_key_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"rule {fields.name!r}: api_key_file: {error}") from error
     return Guardrail(_rule(fields), fields.url, api_key, fields.timeout_seconds)
+
+
+def _model_judge(fields: JudgeFields) -> ModelJudge:
+    """Raises PolicyError."""
+    terms = JudgeTerms(fields.format, fields.policy, fields.categories, fields.strict)
+    fault = FORMATS[fields.format].fault_of(terms)
+    if fault:
+        raise PolicyError(f"rule {fields.name!r}: {fault}")
+    return ModelJudge(_rule(fields), fields.model, terms, fields.timeout_seconds)
 
 
 def _fields(table: dict[str, Any], number: int) -> AnyFields:
@@ -276,6 +262,8 @@ def _fields(table: dict[str, Any], number: int) -> AnyFields:
             return rule
         if table["kind"] == "guardrail":
             return msgspec.convert(table, GuardrailFields)
+        if table["kind"] == "judge":
+            return msgspec.convert(table, JudgeFields)
         common = {*CommonFields.__struct_fields__, "kind"}
         own = {field: value for field, value in table.items() if field not in common}
         kind = rule_kind(msgspec.convert(table["kind"], Name), own)

@@ -23,8 +23,8 @@ def policy_state(policy: SafetyPolicy) -> PolicyState:
     return PolicyState(
         revision=policy.revision,
         screens_prompts=bool(policy.prompt or policy.guardrails),
-        screens_answers=bool(policy.answer or policy.watched_answer),
-        answer_prefilter=answer_prefilter(policy.answer, policy.watched_answer),
+        screens_answers=bool(policy.answer or policy.watched_answer or policy.answer_guardrails),
+        answer_prefilter=None if policy.answer_guardrails else answer_prefilter(policy.answer, policy.watched_answer),
         prompt_prefilter=None if policy.guardrails else prompt_prefilter(policy.prompt),
     )
 

@@ -4,6 +4,7 @@ commands.py                 `kvloom-lab bench`: the commands by name
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
 encoder_peers/              ONNX Runtime, for `kvloom-lab bench encoder-peers`
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
+injections/                 `kvloom-lab bench injections`: an attempt at a classifier of prompt injections
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
 autoscaling_laws.py         those laws

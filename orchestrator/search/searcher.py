@@ -92,7 +92,7 @@ class Searcher:
         self._kept.move_to_end(store)
         async with kept.lock:
             try:
-                await self._bring_up_to_date(store, kept.index)
+                await self._bring_up_to_date(tenant, store, kept.index)
             except BaseException:
                 self.forget(store)  # it may have half of a change
                 raise
@@ -103,7 +103,7 @@ class Searcher:
         self._fit()
         return found
 
-    async def _bring_up_to_date(self, store: str, index: Any) -> None:
+    async def _bring_up_to_date(self, tenant: str, store: str, index: Any) -> None:
         async with self._database.reading() as connection:
             revision, _ = await vector_files.state_of(connection, store)
             if revision == index.revision:
@@ -111,7 +111,7 @@ class Searcher:
             kept = await vector_chunks.completed(connection, store)
             known = index.versions
             changed = [name for name, (version, _) in kept.items() if known.get(name) != version]
-            added = {name: await vector_chunks.of_file(connection, store, name) for name in changed}
+            added = {name: await vector_chunks.of_file(connection, tenant, store, name) for name in changed}
         await asyncio.to_thread(index.update, revision, kept, added)
 
     def _fit(self) -> None:

@@ -52,7 +52,9 @@ class Vendor:
 
 
 @contextlib.asynccontextmanager
-async def fabric(redis_url: str, folder: Path, on_failure: str, mode: str = "gate") -> AsyncIterator[Any]:
+async def fabric(
+    redis_url: str, folder: Path, on_failure: str, mode: str = "gate", timeout_seconds: float = 10.0
+) -> AsyncIterator[Any]:
     vendor = Vendor()
     app = web.Application()
     app.router.add_post(PATH, vendor.answer)
@@ -64,7 +66,7 @@ async def fabric(redis_url: str, folder: Path, on_failure: str, mode: str = "gat
     (folder / "vendor.key").write_text("secret\n")
     (folder / "policy.toml").write_text(
         f'[[rules]]\nname = "vendor"\nkind = "guardrail"\nmessage = "The vendor says no."\nurl = "{vendor.url}"\n'
-        f'api_key_file = "vendor.key"\ntimeout_seconds = 0.2\napplies_to = ["prompt"]\nmode = "{mode}"\n'
+        f'api_key_file = "vendor.key"\ntimeout_seconds = {timeout_seconds}\napplies_to = ["prompt"]\nmode = "{mode}"\n'
         f'on_failure = "{on_failure}"\n[[rules]]\nname = "own"\nphrases = ["own word"]\n'
     )
     try:
@@ -109,7 +111,7 @@ async def test_a_vendor_that_fails(
 ) -> None:
     """Hung, garbled, cut off, redirected, killed: fail closed means closed, also where the fabric lets texts through
     without a safety service. The breaker ends the waiting, and the vendor is asked again later."""
-    async with fabric(router_redis_url, tmp_path, on_failure) as (world, vendor, runner):
+    async with fabric(router_redis_url, tmp_path, on_failure, timeout_seconds=0.2) as (world, vendor, runner):
         world.router.server._core._verdicts._safety_required = False
         for fault in ("garble", "status", "redirect", "cut"):
             vendor.fault = fault

@@ -9,7 +9,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
 from router.core.dispatch.refusals import SERVICE_AWAY, safety_unavailable
-from router.core.events import SHADOW_TIER, AnswersScreened, PromptVerdict
+from router.core.events import JUDGE_TIER, SHADOW_TIER, AnswersScreened, PromptVerdict
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.screening import Screening
@@ -48,7 +48,7 @@ class Verdicts:
     def begin(self, live: LiveRequest) -> None:
         """Have the prompt checked, and arrange for the answers to be screened."""
         screening = self._screening
-        if live.request.tier is SHADOW_TIER:
+        if live.request.tier is SHADOW_TIER or live.request.tier is JUDGE_TIER:
             return
         if self._waits_until is not None:
             self._begin_waiting(live)
