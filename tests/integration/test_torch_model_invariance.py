@@ -114,7 +114,9 @@ def test_a_batch_of_everything_gives_each_the_bits_it_has_alone(runner: ModelRun
         assert torch.equal(runner.run(batch), alone[order])
 
 
-@pytest.mark.parametrize("num_sequences", [2, 3, 7, 31, 32, 33, 64])
+@pytest.mark.parametrize(
+    "num_sequences", [3, 32, 64, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 7, 31, 33))]
+)
 def test_decoding_does_not_depend_on_the_number_of_sequences(runner: ModelRunner, num_sequences: int):
     """Matrix libraries choose their kernels by the number of rows."""
     sequences = [PagedSequence(9, 24 + seed, [seed * 6 + block for block in range(6)]) for seed in range(num_sequences)]
