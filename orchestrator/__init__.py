@@ -13,6 +13,7 @@ background/    background responses
 webhooks/      what tenants are told at their own URLs
 api/           the operations of OpenAI's API on them
 service/       the gRPC service and the process
+seal.py        encrypts bodies where edges hide personal data
 backup.py      copies database and files for `kvloom backup`
 metrics.py     its metrics
 __main__.py    the command

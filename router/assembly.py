@@ -35,9 +35,11 @@ from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes, caller_access
 from router.continuation_tickets import ContinuationTickets
 from router.core.core import RouterCore
+from router.core.priority_classes import JUDGE
 from router.core_driver import CoreDriver
 from router.core_settings import declared_classes
 from router.features.configured import RouterFeatures, new_observer
+from router.features.judges import JudgeDesk
 from router.links.link_sessions import LinkSessions
 from router.links.moderation import ModerationLink
 from router.links.safety_finder import safety_finder
@@ -139,6 +141,7 @@ def assemble(
         tracer,
     )
     salts = callers.cache_salts(trust.cache_key)
+    classes = declared_classes(config.router.classes)
     intake = RequestValidator(
         catalogue.by_name,
         config.router.max_prompt_tokens,
@@ -151,10 +154,12 @@ def assemble(
         meters_usage=config.control.enabled,
         caches_results=config.router.result_cache.enabled,
         gives_receipts=config.router.receipts.enabled,
-        classes=declared_classes(config.router.classes),
+        classes=classes,
         prefers_others=core.prefers_others if config.router.brownout.enabled else None,
         tickets=tickets,
     )
+    if link is not None:
+        link.judges = JudgeDesk(driver, intake, classes.get(JUDGE.name))
     leases = _lease_client(config, core, identities, f"{router_id}/{incarnation_id}", driver, trust, registry)
     side_calls = SideCallDesk(driver, has_limits=leases is not None)
     named_calls = NamedCalls(driver, records.usage_records)

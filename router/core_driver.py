@@ -39,6 +39,7 @@ from router.core.actions import (
     WantKvSnapshot,
 )
 from router.core.events import (
+    JUDGE_CLIENT_ID,
     ClientGone,
     DrainEnded,
     Event,
@@ -135,7 +136,7 @@ class Observer(Protocol):
         ...
 
     def own_request_ended(self, ended: RequestEnded) -> None:
-        """Called when a request of the tap has ended, of which nothing else hears."""
+        """Called when a request of the router itself has ended, of which nothing else hears."""
         ...
 
     def answers_discarded(self, client_id: str, request_ids: Sequence[str]) -> None:
@@ -430,7 +431,10 @@ class CoreDriver:
         self._num_live_requests -= 1
         if not self._num_live_requests:
             self._idle.set()
-        self._report_end(action)
+        if action.client_id == JUDGE_CLIENT_ID:
+            self._observer.own_request_ended(action)
+        else:
+            self._report_end(action)
 
     def _on_completed(self, action: AnswerCompleted) -> None:
         if self._keeper is not None:

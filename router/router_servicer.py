@@ -188,8 +188,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     async def Moderate(self, request: ModerateRequest, context: Context) -> ModerateResponse:
         scope = self._scopes.of(context)
-        if request.HasField("mask") and scope.caller is not None:
-            message = "Only processes of the fabric may ask what is to be hidden."
+        if (request.HasField("mask") or request.HasField("check")) and scope.caller is not None:
+            message = "Only processes of the fabric may ask what is to be hidden, and what is forbidden."
             await abort(context, KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message))
         try:
             await self._side_calls.charge(scope, request.ByteSize() // BYTES_PER_TOKEN)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 
 from kvloom_common.text.json_escapes import ESCAPE, unescaped
-from safety_svc.folding import SPACE
-from safety_svc.phrase_scan import is_whole
-from safety_svc.policy import PhraseSet, RuleSet, SafetyPolicy
+from safety_svc.phrase_scan import PhraseScan
+from safety_svc.phrase_set import PhraseSet
+from safety_svc.policy import RuleSet, SafetyPolicy
+from safety_svc.rule_modes import Rule
 from safety_svc.screen import CHARS_PER_SLICE
 
 
@@ -33,24 +34,22 @@ def _pattern_categories(rules: RuleSet, text: str) -> set[str]:
     return {pattern.rule.category for pattern in rules.patterns if pattern.expression.search(text) is not None}
 
 
+class _Collector:
+    """Collects the categories of all phrases that are found. None of them ends the search."""
+
+    def __init__(self) -> None:
+        self.categories: set[str] = set()
+
+    def forbids(self, rule: Rule) -> bool:
+        self.categories.add(rule.category)
+        return False
+
+
 async def _phrase_categories(phrases: PhraseSet, text: str) -> set[str]:
-    pieces: list[str] = []
+    found = _Collector()
+    scan = PhraseScan(phrases, found)
     for start in range(0, len(text), CHARS_PER_SLICE):
-        after_space = bool(pieces) and pieces[-1].endswith(SPACE)
-        folded, _ = phrases.fold(text[start : start + CHARS_PER_SLICE], after_space=after_space)
-        if folded:
-            pieces.append(folded)
-        if start:
-            await asyncio.sleep(0)
-    folded = "".join(pieces)
-    found: set[str] = set()
-    for start in range(0, len(folded), CHARS_PER_SLICE):
-        begin = max(0, start - phrases.max_length)  # a phrase may lie across two slices
-        for end, ending in phrases.automaton.iter(folded, begin, min(len(folded), start + CHARS_PER_SLICE)):
-            for phrase in ending:
-                first = end + 1 - len(phrase.text)
-                if not phrase.whole_words or is_whole(folded, first, end + 1, is_end=True):
-                    found.add(phrase.rule.category)
-        if start:
-            await asyncio.sleep(0)
-    return found
+        scan.push(text[start : start + CHARS_PER_SLICE], is_end=False)
+        await asyncio.sleep(0)
+    scan.push("", is_end=True)
+    return found.categories

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -19,7 +21,8 @@ from kvloom.v1.safety_service_pb2 import (
     ClearedText,
     Finding,
     Halt,
-    PolicyState,
+    JudgeAnswer,
+    JudgeQuestion,
     PromptCheck,
     PromptVerdict,
     ScreenRequest,
@@ -27,20 +30,25 @@ from kvloom.v1.safety_service_pb2 import (
 )
 from kvloom_common.process.request_context import request_fields
 from kvloom_common.transport.checked_server import malformed_message
-from safety_svc.guardrails import Guardrails
+from safety_svc.guardrails import Guardrails, JudgeError
 from safety_svc.metrics import ANSWERS, PROMPTS
-from safety_svc.policy import Hit, SafetyPolicy, Target
+from safety_svc.policy import Hit, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
-from safety_svc.prefilter import answer_prefilter, prompt_prefilter
+from safety_svc.rule_fields import Target
 from safety_svc.rule_modes import IN_PROMPTS, Judge, UnknownGuardrailError
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
+from safety_svc.watched_answers import WatchedAnswers
 
 MAX_OPEN_ANSWERS: Final = 65_536
 MAX_WAITING_LONG_PROMPTS: Final = 64
 """When more long prompts wait, no further frames are read. The router then applies its own limits."""
 
 MAX_OUTSIDE: Final = 256
-"""When guardrails judge more prompts of one router, no further frames are read."""
+"""So many prompts of one router are with guardrails and models at a time. Others wait."""
+MAX_WAITING_OUTSIDE: Final = 8192
+"""When more wait, further ones cannot be judged. Frames are read on, because the answers of models are among them."""
+_ERRORS_OF_TEXT: Final = ("CONTEXT_LENGTH_EXCEEDED", "REQUEST_TOO_LARGE", "INVALID_ARGUMENT")
+"""The reasons for which a router asks no model, that lie in the text."""
 EXCERPT_CHARS: Final = 80
 """How much of a prompt the audit log has before a passage, and from its beginning on."""
 
@@ -77,6 +85,10 @@ class ScreenConnection:
         self._outside: set[asyncio.Task[None]] = set()
         """Prompts that guardrails judge."""
         self._room_outside = asyncio.Semaphore(MAX_OUTSIDE)
+        self._watched = WatchedAnswers(guardrails, self.ask_model)
+        self._questions: dict[int, asyncio.Future[JudgeAnswer]] = {}
+        """To models, by their ids, until they are answered."""
+        self._question_ids = itertools.count(1)
         self._answers: dict[int, AnswerScreener | None] = {}
         """By slot. None marks a halted answer: its further text is dropped until the router closes the slot."""
         self._scopes: dict[int, AnswerScope] = {}
@@ -102,7 +114,7 @@ class ScreenConnection:
             async with asyncio.TaskGroup() as group:  # a task that fails ends the stream
                 tasks.append(group.create_task(self._announce_changes(), name="policy announcer"))
                 tasks.append(group.create_task(self._check_long_prompts(), name="long prompts"))
-                await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
+                await self._write(ScreenResponse(policy=self._policy_file.state))
                 violation = await self._read_frames()
                 for task in tasks:
                     task.cancel()
@@ -110,6 +122,7 @@ class ScreenConnection:
             for task in self._outside:
                 task.cancel()
             await asyncio.gather(*self._outside, return_exceptions=True)
+            await self._watched.close()
             self._policy_file.unlisten(on_change)
         if violation is not None:
             await abort(self._context, violation)
@@ -131,9 +144,13 @@ class ScreenConnection:
         response = ScreenResponse()
         if frame.prompts:
             PROMPTS.inc(len(frame.prompts))
+        for answer in frame.judge_answers:
+            asked = self._questions.get(answer.question_id)
+            if asked is not None and not asked.done():
+                asked.set_result(answer)
         for check in frame.prompts:
             if self._policy_file.current.guardrails:
-                await self._begin_outside(check)
+                self._begin_outside(check)
             elif is_long(check.text):
                 await self._long_prompts.put(check)
             else:
@@ -150,6 +167,7 @@ class ScreenConnection:
             if screener is None:
                 continue
             screener.push(delta)
+            self._watched.push(slot, delta)
             self._note_flagged(slot, screener)
             if screener.hit is not None:
                 response.halts.append(self._halt(slot, screener, screener.hit))
@@ -164,7 +182,9 @@ class ScreenConnection:
                 if screener.hit is not None:
                     response.halts.append(self._halt(slot, screener, screener.hit))
                     del self._answers[slot]
-            self._scopes.pop(slot, None)
+            owner = self._scopes.pop(slot, None)
+            if screener is not None and screener.hit is None:
+                self._watched.end(slot, functools.partial(self._found_in_answer, owner, is_blocked=False))
             response.closed_slots.append(slot)
         if response.ByteSize():
             await self._write(response)
@@ -178,25 +198,39 @@ class ScreenConnection:
             hit = await check_long_prompt(policy.prompt, check.text, judge)
             await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
 
-    async def _begin_outside(self, check: PromptCheck) -> None:
-        await self._room_outside.acquire()
+    async def ask_model(self, question: JudgeQuestion) -> str:
+        """Have the router ask a model, and return what that has written. Raises JudgeError."""
+        question.question_id = number = next(self._question_ids) % 2**32
+        asked = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._write(ScreenResponse(judge_questions=[question]))
+            answer = await asked
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise JudgeError("the router is gone") from error
+        finally:
+            del self._questions[number]
+        if answer.error:
+            raise JudgeError(answer.error.lower(), is_due_to_text=answer.error in _ERRORS_OF_TEXT)
+        return answer.text
+
+    def _begin_outside(self, check: PromptCheck) -> None:
         task = asyncio.create_task(self._check_outside(check), name="guardrails")
         self._outside.add(task)
         task.add_done_callback(self._outside.discard)
 
     async def _check_outside(self, check: PromptCheck) -> None:
-        """Check a prompt by the rules, and then by guardrails. A stream that breaks meanwhile takes no verdict."""
-        try:
-            policy = self._policy_file.current
-            judge = prompt_judge(policy, check.tenant, check.guardrails)
-            hit = await check_long_prompt(policy.prompt, check.text, judge)
-            if hit is None:
+        """Check a prompt by the rules, and then outside. A stream that breaks meanwhile takes no verdict."""
+        policy = self._policy_file.current
+        judge = prompt_judge(policy, check.tenant, check.guardrails)
+        hit = await check_long_prompt(policy.prompt, check.text, judge)
+        if hit is None and len(self._outside) > MAX_WAITING_OUTSIDE:
+            hit = self._guardrails.unasked(policy, judge)
+        elif hit is None:
+            async with self._room_outside:
                 names = {"tenant": check.tenant, "request_id": check.request_id}
-                hit = await self._guardrails.judge(policy, check.text, judge, names)
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
-        finally:
-            self._room_outside.release()
+                hit = await self._guardrails.judge(policy, check.text, judge, names, self.ask_model)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
 
     def _skip(self, cleared: ClearedText) -> None:
         screener = self._screener(cleared.slot)
@@ -205,6 +239,7 @@ class ScreenConnection:
         if not screener.is_clear or not cleared.num_chars or len(cleared.last_char) != 1:
             raise protocol_violation("Cleared text may only follow text that is clear.")
         screener.skip(cleared.num_chars, cleared.last_char)
+        self._watched.drop(cleared.slot)
 
     def _screener(self, slot: int) -> AnswerScreener | None:
         if slot in self._answers:
@@ -215,14 +250,16 @@ class ScreenConnection:
         policy, owner = self._policy_file.current, self._scopes.get(slot)
         scope = policy.scopes.default if owner is None else policy.scopes.of(owner.tenant, owner.guardrails)
         screener = self._answers[slot] = AnswerScreener(policy.answer, policy.watched_answer, scope)
+        if policy.answer_guardrails:
+            self._watched.begin(slot, policy, scope, "" if owner is None else owner.tenant)
         return screener
 
     def _note_flagged(self, slot: int, screener: AnswerScreener) -> None:
         for name in screener.new_flags():
-            self._found_in_answer(slot, name, is_blocked=False)
+            self._found_in_answer(self._scopes.get(slot), name, is_blocked=False)
 
-    def _found_in_answer(self, slot: int, rule: str, *, is_blocked: bool) -> None:
-        policy, owner = self._policy_file.current.revision, self._scopes.get(slot)
+    def _found_in_answer(self, owner: AnswerScope | None, rule: str, *, is_blocked: bool) -> None:
+        policy = self._policy_file.current.revision
         if owner is None:
             self._on_found(Found("answer", rule, is_blocked, policy, {}))
         else:
@@ -231,8 +268,9 @@ class ScreenConnection:
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
+        self._watched.drop(slot)
         if not hit.is_failure:
-            self._found_in_answer(slot, hit.rule.name, is_blocked=True)
+            self._found_in_answer(self._scopes.get(slot), hit.rule.name, is_blocked=True)
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
 
     def _verdict(self, policy: SafetyPolicy, check: PromptCheck, hit: Hit | None, judge: Judge) -> PromptVerdict:
@@ -243,7 +281,8 @@ class ScreenConnection:
             except UnknownGuardrailError as error:
                 verdict.decision, verdict.unknown_guardrail = DECISION_BLOCK, str(error)
                 return verdict
-            verdict.rules.extend(policy.scopes.of(check.tenant, check.guardrails).names)
+            names_held = policy.scopes.of(check.tenant, check.guardrails).names
+            verdict.rules.extend(name for name in names_held if name not in judge.unapplied)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
         subject = policy.revision, names, check.tenant, check.safety_identifier
         for name in judge.flagged:
@@ -258,7 +297,7 @@ class ScreenConnection:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
+            await self._write(ScreenResponse(policy=self._policy_file.state))
 
     async def _write(self, response: ScreenResponse) -> None:
         async with self._write_lock:  # a stream takes one write at a time
@@ -279,13 +318,3 @@ def excerpt_of(text: str, hit: Hit) -> str:
 def prompt_judge(policy: SafetyPolicy, tenant: str, guardrails: Sequence[str]) -> Judge:
     """Make the judge of a prompt."""
     return Judge(policy.scopes.of(tenant, guardrails), IN_PROMPTS, {})
-
-
-def policy_state(policy: SafetyPolicy) -> PolicyState:
-    return PolicyState(
-        revision=policy.revision,
-        screens_prompts=bool(policy.prompt or policy.guardrails),
-        screens_answers=bool(policy.answer or policy.watched_answer),
-        answer_prefilter=answer_prefilter(policy.answer, policy.watched_answer),
-        prompt_prefilter=None if policy.guardrails else prompt_prefilter(policy.prompt),
-    )

@@ -68,7 +68,7 @@ class PatternScan:
             try:
                 match = pattern.expression.search(text, self._start)
             except RuleFailedError:
-                if pattern.rule.on_failure != "allow" and (judge is None or judge.needs(pattern.rule)):
+                if pattern.rule.on_failure != "allow" if judge is None else judge.fails(pattern.rule):
                     hits.append(Hit(pattern.rule, base + self._start, is_failure=True))
                 continue
             if match is None:

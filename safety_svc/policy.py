@@ -8,6 +8,7 @@
     phrases = ["launch code"]              # deny list, compared after folding (see folding.py)
     whole_words = true                     # default: "code" does not match in "codec"
     confusables = true                     # default: false; also what looks like a phrase (see look_alikes.py)
+    spaced = true                          # default: false; also with other characters between the letters
     mode = "gate"                          # the default; monitor, mask, async, off (see rule_modes.py)
     tenants = {acme = "monitor"}           # tenants that have another mode
     on_request = true                      # default: false; only for requests that name it as a guardrail
@@ -37,106 +38,43 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, NamedTuple
 
-import ahocorasick
 import msgspec
 import re2
 import xxhash
-from msgspec import Meta
 
 from kvloom_common.plugins import PluginError
-from safety_svc.folding import Fold, fold
+from safety_svc.folding import fold, is_letter
+from safety_svc.judge_formats import FORMATS, JudgeTerms
 from safety_svc.look_alikes import fold_look_alikes, spellings
-from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, OnFailure, RuleTerms, Scopes
-from safety_svc.rule_plugins import MAX_LENGTH, KindExpression, rule_kind
+from safety_svc.phrase_set import Phrase, PhraseSet, phrase_sets
+from safety_svc.rule_fields import (
+    AnyFields,
+    CommonFields,
+    GuardrailFields,
+    JudgeFields,
+    KindFields,
+    Name,
+    OutsideFields,
+    PolicyFields,
+    RuleFields,
+    Target,
+)
+from safety_svc.rule_modes import ALL_MODES, HOLDING, Mode, Rule, RuleTerms, Scopes
+from safety_svc.rule_plugins import KindExpression, rule_kind
 
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
-DEFAULT_MAX_LENGTH: Final = 64
 MAX_PREFIX_LENGTH: Final = 64
-
-Target = Literal["prompt", "answer"]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+MIN_SPACED_LETTERS: Final = 2
+"""The letters of shorter phrases stand in many texts, if nothing between them counts."""
 
 
 class PolicyError(Exception):
     """The policy file cannot be used. The message names the file, the rule and the problem."""
-
-
-class CommonFields(msgspec.Struct, kw_only=True):
-    """The fields that every rule has."""
-
-    name: Name
-    message: Name = "This content is not allowed here."
-    category: Annotated[str, Meta(max_length=128)] = ""
-    """The name that moderations give to a text that breaks the rule; "": the rule's own name."""
-    applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
-    mode: Mode = "gate"
-    tenants: dict[str, Mode] = {}
-    """The modes of tenants that have another one."""
-    on_request: bool | tuple[Name, ...] = False
-    """The rule holds only for requests that name it (`guardrails`). A list: for those of these tenants."""
-    on_failure: OnFailure = ""
-
-
-class RuleFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
-    """A rule of kvloom's own kind as written in the file."""
-
-    kind: Literal["text"] = "text"
-    phrases: tuple[str, ...] = ()
-    whole_words: bool = True
-    confusables: bool = False
-    """Texts that look like a phrase are forbidden, too."""
-    patterns: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ()
-    max_length: Annotated[int, Meta(ge=1, le=MAX_LENGTH)] = DEFAULT_MAX_LENGTH
-
-
-class KindFields(CommonFields, kw_only=True):
-    """A rule of another package's kind; the fields that are not named here are the kind's own."""
-
-    kind: Name
-    rule_kind: Any
-    """The plugin's RuleKind."""
-
-
-class GuardrailFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
-    """A rule that asks a service of others (guardrails.py)."""
-
-    kind: Literal["guardrail"]
-    url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=2048)]
-    api_key_file: str = ""
-    timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
-
-
-AnyFields = RuleFields | KindFields | GuardrailFields
-
-
-class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
-    rules: tuple[dict[str, Any], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """The part of a rule that is reported when it blocks a text."""
-
-    name: str
-    message: str
-    category: str = ""
-    on_failure: OnFailure = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Phrase:
-    rule: Rule
-    text: str
-    """The folded phrase."""
-    whole_words: bool
-    is_look_alike: bool = False
-    """It was folded by `fold_look_alikes`, and texts are to be folded so to find it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +97,19 @@ class Guardrail:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ModelJudge:
+    """A model of the fabric that judges prompts."""
+
+    rule: Rule
+    model: str
+    terms: JudgeTerms
+    timeout_seconds: float
+
+
+OutsideRule = Guardrail | ModelJudge
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Hit:
     """A forbidden passage. `start` is the offset of its first character from the beginning of the text."""
 
@@ -171,23 +122,6 @@ class Hit:
 def worst(hits: Iterable[Hit | None]) -> Hit | None:
     """The first forbidden passage; only if there is none, a rule's failure."""
     return min((hit for hit in hits if hit is not None), key=lambda hit: (hit.is_failure, hit.start), default=None)
-
-
-class PhraseSet:
-    """Phrases that are found in text which is folded in one way."""
-
-    def __init__(self, phrases: Sequence[Phrase], fold: Fold) -> None:
-        self.fold = fold
-        self.first_characters = frozenset(phrase.text[0] for phrase in phrases)
-        self.max_length = max(len(phrase.text) for phrase in phrases)
-        """The length of the longest phrase in folded characters."""
-        by_text: dict[str, list[Phrase]] = {}
-        for phrase in phrases:
-            by_text.setdefault(phrase.text, []).append(phrase)
-        self.automaton: Any = ahocorasick.Automaton()
-        for text, same in by_text.items():
-            self.automaton.add_word(text, tuple(same))
-        self.automaton.make_automaton()
 
 
 class RuleSet:
@@ -216,10 +150,7 @@ class RuleSet:
     @functools.cached_property
     def phrase_sets(self) -> tuple[PhraseSet, ...]:
         """The phrases, by how texts are folded. Making them takes long."""
-        by_fold: dict[Fold, list[Phrase]] = {}
-        for phrase in self.phrases:
-            by_fold.setdefault(fold_look_alikes if phrase.is_look_alike else fold, []).append(phrase)
-        return tuple(PhraseSet(own, own_fold) for own_fold, own in by_fold.items())
+        return phrase_sets(self.phrases, fold, fold_look_alikes)
 
     def reach(self, text: str, start: int) -> int:
         """Return the maximum length of a match that begins with the prefix at text[start:]."""
@@ -242,7 +173,10 @@ class SafetyPolicy:
     """Rules that let text of answers pass, and see it."""
     any_text: RuleSet
     """All rules."""
-    guardrails: tuple[Guardrail, ...]
+    guardrails: tuple[OutsideRule, ...]
+    """Those for prompts."""
+    answer_guardrails: tuple[OutsideRule, ...]
+    """Those that watch answers."""
     """For prompts."""
     scopes: Scopes
     categories: tuple[str, ...]
@@ -274,28 +208,46 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
         if count > 1:
             raise PolicyError(f"rule {name!r}: the name is used twice")
     scopes = Scopes([RuleTerms(rule.name, rule.mode, rule.tenants, rule.on_request) for rule in rules])
-    prompt = _compile(rules, ("prompt",), ALL_MODES)
-    answer = _compile(rules, ("answer",), HOLDING)
-    watched = _compile(rules, ("answer",), ALL_MODES - HOLDING)
-    any_text = _compile(rules, ("prompt", "answer"), ALL_MODES)
+    compiled = [_compiled(rule) for rule in rules if not isinstance(rule, OutsideFields) and _modes(rule) & ALL_MODES]
+    prompt = _chosen(compiled, ("prompt",), ALL_MODES)
+    answer = _chosen(compiled, ("answer",), HOLDING)
+    watched = _chosen(compiled, ("answer",), ALL_MODES - HOLDING)
+    any_text = _chosen(compiled, ("prompt", "answer"), ALL_MODES)
     categories = tuple(dict.fromkeys(rule.category or rule.name for rule in rules))
     made: list[RuleSet] = []
     for used in (prompt, answer, watched, any_text):  # now, and not while a text waits
         used.take_phrase_sets(next((other for other in made if other.phrases == used.phrases), None))
         made.append(used)
-    guardrails = tuple(_guardrail(fields, folder) for fields in rules if isinstance(fields, GuardrailFields))
-    return SafetyPolicy(revision, prompt, answer, watched, any_text, guardrails, scopes, categories)
+    outside = [(fields, _outside(fields, folder)) for fields in rules if isinstance(fields, OutsideFields)]
+    for_prompts = tuple(rule for fields, rule in outside if "prompt" in fields.applies_to)
+    for_answers = tuple(rule for fields, rule in outside if "answer" in fields.applies_to)
+    return SafetyPolicy(revision, prompt, answer, watched, any_text, for_prompts, for_answers, scopes, categories)
+
+
+def _outside(fields: OutsideFields, folder: Path) -> OutsideRule:
+    """Raises PolicyError."""
+    if "answer" in fields.applies_to and not {fields.mode, *fields.tenants.values()} <= {"monitor", "off"}:
+        message = "answers are judged when they have been shown: use the mode monitor, or applies_to = ['prompt']"
+        raise PolicyError(f"rule {fields.name!r}: {message}")
+    return _guardrail(fields, folder) if isinstance(fields, GuardrailFields) else _model_judge(fields)
 
 
 def _guardrail(fields: GuardrailFields, folder: Path) -> Guardrail:
     """Raises PolicyError."""
-    if fields.applies_to != ("prompt",):
-        raise PolicyError(f"rule {fields.name!r}: applies_to must be ['prompt']: guardrails judge whole texts")
     try:
         api_key = (folder / fields.api_key_file).read_text().strip() if fields.api_key_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"rule {fields.name!r}: api_key_file: {error}") from error
     return Guardrail(_rule(fields), fields.url, api_key, fields.timeout_seconds)
+
+
+def _model_judge(fields: JudgeFields) -> ModelJudge:
+    """Raises PolicyError."""
+    terms = JudgeTerms(fields.format, fields.policy, fields.categories, fields.strict)
+    fault = FORMATS[fields.format].fault_of(terms)
+    if fault:
+        raise PolicyError(f"rule {fields.name!r}: {fault}")
+    return ModelJudge(_rule(fields), fields.model, terms, fields.timeout_seconds)
 
 
 def _fields(table: dict[str, Any], number: int) -> AnyFields:
@@ -310,6 +262,8 @@ def _fields(table: dict[str, Any], number: int) -> AnyFields:
             return rule
         if table["kind"] == "guardrail":
             return msgspec.convert(table, GuardrailFields)
+        if table["kind"] == "judge":
+            return msgspec.convert(table, JudgeFields)
         common = {*CommonFields.__struct_fields__, "kind"}
         own = {field: value for field, value in table.items() if field not in common}
         kind = rule_kind(msgspec.convert(table["kind"], Name), own)
@@ -318,29 +272,35 @@ def _fields(table: dict[str, Any], number: int) -> AnyFields:
         raise PolicyError(f"{shown}: {error}") from error
 
 
-def _compile(rules: Sequence[AnyFields], targets: Collection[str], modes: Collection[Mode]) -> RuleSet:
+class _Compiled(NamedTuple):
+    """A rule's phrases and patterns."""
+
+    fields: RuleFields | KindFields
+    phrases: Sequence[Phrase]
+    patterns: Sequence[Pattern]
+
+
+def _compiled(fields: RuleFields | KindFields) -> _Compiled:
+    if isinstance(fields, KindFields):
+        return _Compiled(fields, (), [_kind_pattern(fields)])
+    rule = _rule(fields)
+    phrases = [phrase for text in fields.phrases for phrase in _phrases(rule, text, fields)]
+    return _Compiled(fields, phrases, [_pattern(rule, expression, fields) for expression in fields.patterns])
+
+
+def _chosen(compiled: Iterable[_Compiled], targets: Collection[Target], modes: Collection[Mode]) -> RuleSet:
     """The rules for these targets that are in one of these modes for anybody."""
     phrases: list[Phrase] = []
     patterns: list[Pattern] = []
-    for fields in rules:
-        if isinstance(fields, GuardrailFields):
-            continue
-        if not any(mode in modes for mode in (fields.mode, *fields.tenants.values())):
-            continue
-        if isinstance(fields, KindFields):
-            if any(target in fields.applies_to for target in targets):
-                patterns.append(_kind_pattern(fields))
-            continue
-        if not any(target in fields.applies_to for target in targets):
-            continue
-        rule = _rule(fields)
-        for text in fields.phrases:
-            phrases.append(_phrase(rule, text, whole_words=fields.whole_words))
-            if fields.confusables:
-                seen = sorted(spellings(text))
-                phrases += [Phrase(rule, spelling, fields.whole_words, is_look_alike=True) for spelling in seen]
-        patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
+    for each in compiled:
+        if not _modes(each.fields).isdisjoint(modes) and not set(each.fields.applies_to).isdisjoint(targets):
+            phrases += each.phrases
+            patterns += each.patterns
     return RuleSet(phrases, patterns)
+
+
+def _modes(fields: CommonFields) -> frozenset[Mode]:
+    return frozenset((fields.mode, *fields.tenants.values()))
 
 
 def _rule(fields: CommonFields) -> Rule:
@@ -354,11 +314,21 @@ def _kind_pattern(fields: KindFields) -> Pattern:
     return Pattern(rule, expression, expression.prefixes, kind.max_length)
 
 
-def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
+def _phrases(rule: Rule, text: str, fields: RuleFields) -> Iterator[Phrase]:
+    """One phrase in all ways in which it is searched."""
     folded = fold(text)[0].strip()
     if not folded:
         raise PolicyError(f"rule {rule.name!r}: the phrase {text!r} is empty")
-    return Phrase(rule, folded, whole_words)
+    written = [(folded, False)]
+    if fields.confusables:
+        written += [(spelling, True) for spelling in sorted(spellings(text))]
+    for spelling, is_look_alike in written:
+        yield Phrase(rule, spelling, fields.whole_words, is_look_alike)
+        if fields.spaced:
+            letters = "".join(filter(is_letter, spelling))
+            if len(letters) < MIN_SPACED_LETTERS:
+                raise PolicyError(f"rule {rule.name!r}: the phrase {text!r} has too few letters for spaced = true")
+            yield Phrase(rule, letters, fields.whole_words, is_look_alike, is_spaced=True)
 
 
 def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:

@@ -9,8 +9,10 @@ from typing import Final
 
 import structlog
 
+from kvloom.v1.safety_service_pb2 import PolicyState
 from safety_svc.metrics import POLICY_LOADS
 from safety_svc.policy import BUILTIN_POLICY, PolicyError, SafetyPolicy, load_policy
+from safety_svc.prefilter import policy_state
 
 log = structlog.get_logger()
 
@@ -25,7 +27,10 @@ class PolicyFile:
         self._poll_seconds = poll_seconds
         self._path = Path(path) if path else BUILTIN_POLICY
         self._stamp = _stamp(self._path)
-        self.current: SafetyPolicy = load_policy(self._path)
+        self.current: SafetyPolicy
+        self.state: PolicyState
+        """The state of the current policy that is sent to routers."""
+        self.current, self.state = _load(self._path)
         self._listeners: set[Callable[[], None]] = set()
         self._reported = ""
         """The fault of the current file that was reported last."""
@@ -50,7 +55,7 @@ class PolicyFile:
         # Until it has been read: it may be unreadable only for now, for example for want of descriptors.
         self._stamp = None
         try:
-            policy = await asyncio.to_thread(load_policy, self._path)
+            policy, state = await asyncio.to_thread(_load, self._path)
         except PolicyError as error:
             if str(error) != self._reported:
                 POLICY_LOADS.labels("refused").inc()
@@ -60,11 +65,17 @@ class PolicyFile:
         self._stamp, self._reported = stamp, ""
         if policy.revision == self.current.revision:
             return
-        self.current = policy
+        self.current, self.state = policy, state
         POLICY_LOADS.labels("loaded").inc()
         log.info("policy_loaded", revision=policy.revision)
         for listener in list(self._listeners):
             listener()
+
+
+def _load(path: Path) -> tuple[SafetyPolicy, PolicyState]:
+    """Raises PolicyError."""
+    policy = load_policy(path)
+    return policy, policy_state(policy)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from kvloom.v1.safety_service_pb2 import Prefilter
+from kvloom.v1.safety_service_pb2 import PolicyState, Prefilter
 from kvloom_common.text.json_escapes import ESCAPE
 from safety_svc.look_alikes import ascii_look_alikes
-from safety_svc.policy import Pattern, Phrase, RuleSet
+from safety_svc.policy import Pattern, Phrase, RuleSet, SafetyPolicy
 
 MAX_BEGINNINGS: Final = 1024
 MAX_ANSWER_CHARS: Final = 4
@@ -16,6 +16,17 @@ MAX_ANSWER_CHARS: Final = 4
 MAX_PROMPT_CHARS: Final = 16
 """The maximum length of a beginning for which prompts are searched. The longer it is, the fewer prompts contain it by
 chance. Unlike in an answer, no text of a prompt is withheld because of its first characters."""
+
+
+def policy_state(policy: SafetyPolicy) -> PolicyState:
+    """Return what routers are told of a policy. For long lists this takes a while."""
+    return PolicyState(
+        revision=policy.revision,
+        screens_prompts=bool(policy.prompt or policy.guardrails),
+        screens_answers=bool(policy.answer or policy.watched_answer or policy.answer_guardrails),
+        answer_prefilter=None if policy.answer_guardrails else answer_prefilter(policy.answer, policy.watched_answer),
+        prompt_prefilter=None if policy.guardrails else prompt_prefilter(policy.prompt),
+    )
 
 
 def answer_prefilter(*rule_sets: RuleSet) -> Prefilter | None:
@@ -31,6 +42,7 @@ def answer_prefilter(*rule_sets: RuleSet) -> Prefilter | None:
     for num_chars in range(MAX_ANSWER_CHARS, 0, -1):
         found = texts.prefilter(_ascii_beginnings(texts.prefixes, num_chars), num_chars)
         if found is not None:
+            found.at_word_beginnings = all(phrase.whole_words for phrase in rules.phrases)
             if rules.phrases:
                 found.beginnings.append(ESCAPE)
             return found
@@ -79,22 +91,34 @@ class _Texts:
 
     def __init__(self, rules: RuleSet | _Rules) -> None:
         self.prefixes = {prefix for pattern in rules.patterns for prefix in pattern.prefixes}
-        self._phrases = {phrase.text for phrase in rules.phrases if not phrase.is_look_alike}
-        self._look_alikes = {phrase.text for phrase in rules.phrases if phrase.is_look_alike}
+        self._phrases, self._look_alikes = _by_look(rules, is_spaced=False)
+        self._spaced, self._spaced_look_alikes = _by_look(rules, is_spaced=True)
 
     def prefilter(self, beginnings: set[str], num_chars: int) -> Prefilter | None:
         """Return the prefilter with these beginnings of patterns, and those of phrases with so many characters; None
         if there are too many."""
         folded = _ascii_beginnings(self._phrases, num_chars)
         look_alikes = _ascii_beginnings(self._look_alikes, num_chars)
-        if len(beginnings) + len(folded) + len(look_alikes) > MAX_BEGINNINGS:
+        num_letters = min(num_chars, MAX_ANSWER_CHARS)  # hardly any text has these by chance
+        spaced = _ascii_beginnings(self._spaced, num_letters)
+        spaced_look_alikes = _ascii_beginnings(self._spaced_look_alikes, num_letters)
+        if sum(map(len, (beginnings, folded, look_alikes, spaced, spaced_look_alikes))) > MAX_BEGINNINGS:
             return None
         return Prefilter(
             beginnings=sorted(beginnings),
             folded_beginnings=sorted(folded),
             look_alike_beginnings=sorted(look_alikes),
-            look_alikes=ascii_look_alikes() if self._look_alikes else {},
+            look_alikes=ascii_look_alikes() if look_alikes or spaced_look_alikes else {},
+            spaced_beginnings=sorted(spaced),
+            spaced_look_alike_beginnings=sorted(spaced_look_alikes),
         )
+
+
+def _by_look(rules: RuleSet | _Rules, *, is_spaced: bool) -> tuple[set[str], set[str]]:
+    """Return the phrases that are folded as they are, and those that are folded by their look."""
+    phrases = [phrase for phrase in rules.phrases if phrase.is_spaced == is_spaced]
+    looks = {phrase.text for phrase in phrases if phrase.is_look_alike}
+    return {phrase.text for phrase in phrases if not phrase.is_look_alike}, looks
 
 
 def _ascii_beginnings(texts: set[str], num_chars: int) -> set[str]:

@@ -20,6 +20,16 @@ WATCHING: Final[frozenset[Mode]] = frozenset(("async",))
 _MAX_SCOPES: Final = 4096
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The part of a rule that is reported when it blocks a text."""
+
+    name: str
+    message: str
+    category: str = ""
+    on_failure: OnFailure = ""
+
+
 class NamedRule(Protocol):
     @property
     def name(self) -> str: ...
@@ -104,7 +114,7 @@ class Scopes:
 class Judge:
     """Says what becomes of the forbidden passages of one text."""
 
-    __slots__ = ("_blocking", "_modes", "flagged")
+    __slots__ = ("_blocking", "_modes", "flagged", "unapplied")
 
     def __init__(self, scope: Scope, blocking: Collection[Mode], flagged: dict[str, None]) -> None:
         """A passage of a rule in one of the modes `blocking` ends the text; `flagged` gets the names of rules that only
@@ -112,6 +122,8 @@ class Judge:
         self._modes = scope.modes
         self._blocking = blocking
         self.flagged = flagged
+        self.unapplied: set[str] = set()
+        """The names of rules that could not be applied to the text."""
 
     def forbids(self, rule: NamedRule) -> bool:
         """True when the text may not be shown from the passage on. Notes what is only noted."""
@@ -124,6 +136,7 @@ class Judge:
         """True when the rule is not off."""
         return rule.name in self._modes
 
-    def needs(self, rule: NamedRule) -> bool:
-        """True when the text may not be shown if the rule cannot be applied to it."""
-        return self._modes.get(rule.name) in self._blocking
+    def fails(self, rule: Rule) -> bool:
+        """Note that the rule cannot be applied. Returns True when the text may therefore not be shown."""
+        self.unapplied.add(rule.name)
+        return rule.on_failure != "allow" and self._modes.get(rule.name) in self._blocking

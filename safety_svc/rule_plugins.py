@@ -9,7 +9,7 @@ from kvloom_common.plugins import PluginError, PluginGroup
 from kvloom_common.process.failure_log import FailureLog, place_of
 from safety_svc.pii import PiiKind
 
-RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text", "pii", "guardrail"))
+RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text", "pii", "guardrail", "judge"))
 MAX_LENGTH: Final = 4096
 
 

@@ -134,9 +134,12 @@ class AnswerScreener:
         for scan in self._scans:
             found = scan.push(delta, is_end=is_end)
             num_clear = min(num_clear, scan.num_clear)
-            hit = worst((hit, found))
+            if found is not None:
+                hit = worst((hit, found))
         for scan in self._watchers:
-            hit = worst((hit, scan.push(delta, is_end=is_end)))
+            found = scan.push(delta, is_end=is_end)
+            if found is not None:
+                hit = worst((hit, found))
         if hit is not None:
             # Text that another rule still withholds must not be shown either: it might have become an earlier hit.
             num_clear = min(num_clear, hit.start)

@@ -6,12 +6,12 @@ import asyncio
 import hmac
 import os
 from collections.abc import Awaitable
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import structlog
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -36,13 +36,15 @@ from kvloom_common.trust.fabric_trust import FabricTrust
 from safety_svc.audit import Audit
 from safety_svc.classify import broken_categories
 from safety_svc.connection import Found, ScreenConnection, excerpt_of, finding, prompt_judge
-from safety_svc.guardrails import Guardrails
+from safety_svc.guardrails import AskModel, Guardrails, no_model
 from safety_svc.masks import masks_of
 from safety_svc.metrics import PROMPTS, STREAMS
-from safety_svc.policy import PolicyError
+from safety_svc.policy import PolicyError, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
+from safety_svc.rule_modes import UnknownGuardrailError
 from safety_svc.rule_plugins import RuleFailedError
 from safety_svc.screen import check_long_prompt, check_prompt, is_long
+from safety_svc.whole_texts import judged
 
 log = structlog.get_logger()
 
@@ -93,7 +95,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         found = check(policy.prompt, text, judge)
         hit = await found if isinstance(found, Awaitable) else found
         if hit is None and policy.guardrails:
-            hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant})
+            hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant}, self._ask_model())
         subject = policy.revision, request_fields(tenant=request.tenant), request.tenant
         for name in judge.flagged:
             self._audit(Found("prompt", name, False, *subject))
@@ -123,6 +125,8 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
                     asyncio.to_thread(masks_of, policy, text, request.mask, self._mask_key) for text in request.texts
                 )
                 results = [safety_service_pb2.Classification(masks=await masks) for masks in found]
+            elif request.HasField("check"):
+                results = await self._judged(policy, request, context)
             else:
                 results = [
                     safety_service_pb2.Classification(categories=sorted(await broken_categories(policy, text)))
@@ -133,6 +137,28 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         return safety_service_pb2.ClassifyResponse(
             results=results, categories=policy.categories, policy_revision=policy.revision
         )
+
+    async def _judged(
+        self, policy: SafetyPolicy, request: safety_service_pb2.ClassifyRequest, context: Any
+    ) -> list[safety_service_pb2.Classification]:
+        """Raises RuleFailedError."""
+        wish, results = request.check, list[safety_service_pb2.Classification]()
+        try:
+            policy.scopes.check(wish.tenant, wish.guardrails)
+        except UnknownGuardrailError as error:
+            message = f"guardrails: there is no {str(error)[:128]!r} that this caller may name."
+            await abort(context, invalid_argument(message, "guardrails"))
+        common = self._mask_key, self._guardrails, self._ask_model(), self._audit
+        for text in request.texts:
+            result, hit = await judged(policy, text, wish, *common)
+            if hit is not None and hit.is_failure:
+                raise RuleFailedError
+            results.append(result)
+        return results
+
+    def _ask_model(self) -> AskModel:
+        """By any router that is connected."""
+        return next((connection.ask_model for connection in self._connections), no_model)
 
     async def Screen(  # noqa: N802  (gRPC's name)
         self,

@@ -100,6 +100,7 @@ UNSHOWN_ROUTES: Final[Mapping[str, str]] = {
     "/tokenize": "counts tokens",
     "/detokenize": "turns tokens into text",
     "/v1/moderations": "classifies, and blocks nothing",
+    "/beta/litellm_basic_guardrail_api": "classifies, and blocks nothing",
     **dict.fromkeys((route.path for route in STATE_ROUTES), "stores what is screened in the prompts that have it"),
 }
 """Routes whose texts no model reads."""

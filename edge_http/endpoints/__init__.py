@@ -30,6 +30,7 @@ masking.py      hides personal data from models
 moderating.py   moderation in line
 wrapped_run.py  how an answer that is judged or has hidden texts comes to its end
 moderations.py  POST /v1/moderations
+guardrail.py    POST /beta/litellm_basic_guardrail_api
 tokenization.py  POST /tokenize and POST /detokenize
 not_served.py  refuses the APIs that kvloom does not have, by name
 usage.py       GET /v1/usage

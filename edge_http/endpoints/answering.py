@@ -332,7 +332,7 @@ async def _stream_resumable(
         headers[RESUME] = f"{edge.resume.grace_seconds:g}"
     submission = submission_of(edge, request, job, name)
     permit.handed_over = True
-    if edge.resume.is_published and job.keep is None:  # no other edge could store what it takes over
+    if job.keep is None and edge.resume.is_published(is_hidden=bool(job.originals)):  # no other edge could store it
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
         record = _response_record(job, formatter.envelope, response, headers)
         on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)

@@ -19,6 +19,7 @@ from edge_http.endpoints.stored_input import StoredInput, input_items
 from edge_http.formatting.error_formats import error_format_of
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.responses.file_search import FileSearch, with_found
+from edge_http.openai.responses.formatter import LEADING
 from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.openai.responses.response_object import ResponseObject
 from edge_http.openai.responses.steady_formatter import RunName
@@ -66,6 +67,10 @@ async def begin_background(
     fields |= {"model": job.model.name, "stream": True, "input": [*earlier, *given]}
     if prompt is not None:  # it is part of the input from now on
         fields |= {"instructions": stored.echo["instructions"], "prompt": prompt.echo}
+    if LEADING in job.shape.options:  # it stands for all of the input
+        fields["input"] = job.shape.options[LEADING]
+    else:
+        fields.pop("context_management", None)
     if body.has_time:
         fields["service_tier"] = "flex"
     if search is not None:

@@ -104,6 +104,8 @@ async def response_job(
     options = options_of(given.client_tools)
     if part is not None:
         options[LEADING] = [part.item]
+    elif run is not None and body.context_management:  # it was compacted when it was begun
+        options[LEADING] = [msgspec.json.decode(item) for item in body.input]
     if search is not None:
         options[FILE_SEARCH] = msgspec.to_builtins(search)
     if run is not None:

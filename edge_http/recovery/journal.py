@@ -108,6 +108,11 @@ class ResumeJournal:
         self._prefix = key_prefix
         self._sealer = sealer
 
+    @property
+    def is_encrypted(self) -> bool:
+        """True when what responses say can be read by processes of the fabric only."""
+        return self._sealer is not PLAIN
+
     async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> tuple[bool, set[str]]:
         """Announce the edge and keep the latest entries of its journal for the next `ttl_seconds`, even if it dies
         meanwhile. Returns whether Redis knew the edge (if not, the edge is new, or Redis has lost its data), and the

@@ -57,7 +57,7 @@ class ResumePublisher:
         tag: str,
     ) -> None:
         self.gate: CommitGate[Publication] = CommitGate(config.commit_seconds)
-        table.publish_with(self.gate, self._on_removed)
+        table.publish_with(self.gate, self._on_removed, is_encrypted=journal.is_encrypted)
         self._table = table
         self._journal = journal
         self._config = config

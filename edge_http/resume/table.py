@@ -40,6 +40,7 @@ class ResumeTable:
         self.publications: dict[str, Publication] = {}
         """By response id; empty without a journal."""
         self._gate: CommitGate[Publication] | None = None
+        self._is_encrypted = False
         self._on_removed: Callable[[Publication], None] = lambda _: None
         metrics.watch_resumable(
             lambda: len(self._streams),
@@ -56,15 +57,23 @@ class ResumeTable:
         """All responses that can be resumed, by id."""
         return self._streams
 
-    def publish_with(self, gate: CommitGate[Publication], on_removed: Callable[[Publication], None]) -> None:
+    def publish_with(
+        self,
+        gate: CommitGate[Publication],
+        on_removed: Callable[[Publication], None],
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
         """From now on there is a journal. `on_removed` is called with each response that no client may find any
         more."""
         self._gate = gate
+        self._is_encrypted = is_encrypted
         self._on_removed = on_removed
 
-    @property
-    def is_published(self) -> bool:
-        return self._gate is not None
+    def is_published(self, *, is_hidden: bool = False) -> bool:
+        """True when responses go into the journal. `is_hidden`: one with texts that are hidden from models, which a
+        journal in clear must not have."""
+        return self._gate is not None and (self._is_encrypted or not is_hidden)
 
     def publish(self, publication: Publication) -> None:
         """Let the journal have a response that was opened, before it begins."""

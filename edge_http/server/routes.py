@@ -8,6 +8,7 @@ from edge_http.anthropic.requests import MessagesBody, PromptBody
 from edge_http.endpoints.compacting import compact
 from edge_http.endpoints.embeddings import embeddings
 from edge_http.endpoints.generation import chat_completions, completions
+from edge_http.endpoints.guardrail import GuardrailAction, GuardrailBody, guardrail
 from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.lora_adapters import load_lora_adapter, unload_lora_adapter
 from edge_http.endpoints.messages import count_tokens, messages
@@ -183,6 +184,13 @@ ROUTES: Final[tuple[Route, ...]] = (
         Success("One result for each text.", objects.ModerationObject),
         body=requests.ModerationBody, parameters=(REQUEST_ID,), errors=(429, 503),
         examples={"Two texts": {"input": ["Hello!", "How do looms work?"]}},
+    ),
+    _route(
+        "/beta/litellm_basic_guardrail_api", "POST", guardrail, "judgeTexts", "Safety",
+        "The safety policy as a guardrail of LiteLLM",
+        Success("The judgement on all texts together.", GuardrailAction),
+        body=GuardrailBody, parameters=(REQUEST_ID,), errors=(429, 503), scope="guardrails",
+        examples={"A prompt": {"texts": ["How do looms work?"], "input_type": "request"}},
     ),
     _route(
         "/v1/embeddings", "POST", embeddings, "createEmbedding", "Embeddings", "Vectors of texts",

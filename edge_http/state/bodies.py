@@ -115,6 +115,7 @@ class VectorStoreBody(Body, kw_only=True):
     """Files that are indexed at once."""
     metadata: Metadata | None = None
     expires_after: StoreExpiry | None = None
+    """The time after which it is deleted. By default it stays."""
     chunking_strategy: ChunkingStrategy | None = None
     """How `file_ids` are cut."""
     embedding_model: str | None = None
@@ -125,6 +126,7 @@ class VectorStoreChanges(Body, kw_only=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     metadata: Metadata | None = None
     expires_after: StoreExpiry | None = None
+    """The time after which it is deleted. By default it stays."""
 
 
 class SearchBody(Body, kw_only=True):
@@ -135,15 +137,18 @@ class SearchBody(Body, kw_only=True):
     max_num_results: Annotated[int, Meta(ge=1, le=50)] | None = None
     """The default is 10."""
     ranking_options: RankingOptions | None = None
+    """How results are ranked. By default vectors and words count."""
     rewrite_query: bool | None = None
     """Without effect: queries are searched for as they are."""
 
 
 class StoreFileBody(Body, kw_only=True):
     file_id: str
+    """The file that is indexed."""
     attributes: Attributes | None = None
     """Up to 16 texts, numbers and truth values by name, for filters."""
     chunking_strategy: ChunkingStrategy | None = None
+    """How the file is cut."""
 
 
 class AttributesBody(Body, kw_only=True):

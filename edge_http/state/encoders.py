@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from aiohttp import web
 
 from edge_http.edge import EMBED, GENERATE, Edge
 from edge_http.state.bodies import VectorStoreBody
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
-FIELD = "embedding_model"
+FIELD: Final = "embedding_model"
+STARTING_SECONDS: Final = 5.0
+"""When to try again while models start."""
 
 
 def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> Mapping[str, str]:
     """The model that the body names, or else the first encoder by name that the caller may use, and its window. Raises
-    KvloomError (INVALID_ARGUMENT, MODEL_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_PARAMETER)."""
+    KvloomError (INVALID_ARGUMENT, NO_SHARD_READY, MODEL_NOT_FOUND, PERMISSION_DENIED, UNSUPPORTED_PARAMETER)."""
     name = body.embedding_model
     if name is None:
         able = {
@@ -24,6 +28,11 @@ def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> M
             if EMBED in info.capabilities and GENERATE not in info.capabilities and info.name in edge.models
         }
         usable = sorted(edge.usable(request, able))
+        if not usable and any(edge.model_info(model.name) is None for model in edge.models.values()):
+            message = f"{FIELD}: no encoder is ready, and it is not known yet what some models can do."
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_NO_SHARD_READY, message, field=FIELD, retry_after_seconds=STARTING_SECONDS
+            )
         if not usable:
             message = (
                 f"{FIELD}: this fabric serves no encoder that you may use. Name a model that gives embeddings, or have "

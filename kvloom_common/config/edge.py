@@ -57,7 +57,8 @@ class EdgeConfig(Section):
     """True makes `kvloom up` put a router into each edge's process, instead of starting `router.num_routers`."""
     masks_prompts: bool = False
     """True hides from models what rules of the safety policy in mode `mask` find in prompts, and puts it back into
-    answers (docs/operate/safety.md). One call of the safety service precedes each request."""
+    answers (docs/operate/safety.md). One call of the safety service precedes each request. What the orchestrator
+    stores is then encrypted."""
     max_body_bytes: PositiveInt = 4 * 2**20
     stream_keep_alive_seconds: Annotated[float, Meta(ge=0)] = 10.0
     """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it.

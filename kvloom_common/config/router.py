@@ -86,7 +86,8 @@ class PriorityClassConfig(Section):
     name: str
     """Requests name the class by it. "interactive" and "batch" are the classes of requests that name none."""
     rank: Annotated[int, Meta(ge=0, le=15)]
-    """The lower, the more urgent. The built-in classes have 1 (interactive), 2 (batch) and 3 (shadow traffic)."""
+    """The lower, the more urgent. The built-in classes have 0 (judge), 1 (interactive), 2 (batch) and 3 (shadow
+    traffic)."""
     weight: PositiveFloat = 1.0
     """The share among classes of one rank."""
     reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-Scope = Literal["inference", "usage", "admin"]
+Scope = Literal["inference", "usage", "guardrails", "admin"]
 Role = Literal["reader", "member", "operator", "admin"]
 
-SCOPES: Final[tuple[Scope, ...]] = ("inference", "usage", "admin")
-"""`inference`: requests to models. `usage`: the usage and the budget of the own tenant. `admin`: changes of the own
+SCOPES: Final[tuple[Scope, ...]] = ("inference", "usage", "guardrails", "admin")
+"""`inference`: requests to models. `usage`: the usage and the budget of the own tenant.
+`guardrails`: judgements of the safety policy on texts that are served elsewhere. `admin`: changes of the own
 organisation, and the fabric's own calls (adapters)."""
 DEFAULT_SCOPES: Final[tuple[Scope, ...]] = ("inference", "usage")
 ROLES: Final[tuple[Role, ...]] = ("reader", "member", "operator", "admin")
 SCOPES_OF_ROLE: Final[dict[Role, frozenset[Scope]]] = {
     "reader": frozenset({"usage"}),
     "member": frozenset({"inference", "usage"}),
-    "operator": frozenset({"inference", "usage"}),
-    "admin": frozenset({"inference", "usage", "admin"}),
+    "operator": frozenset({"inference", "usage", "guardrails"}),
+    "admin": frozenset({"inference", "usage", "guardrails", "admin"}),
 }
 
 

@@ -25,9 +25,13 @@ from kvloom_common.tenancy.answer_runs import AnswerRun, last_runs
 
 TIER_SHADOW: Final = "shadow"
 """A request of shadow traffic: a router's own."""
+TIER_JUDGE: Final = "judge"
+"""A question to a model that judges a text: a router's own, too."""
 TIER_DISCARDED: Final = "discarded"
 """A cascade has discarded the answer."""
-UNBILLED_TIERS: Final = frozenset({TIER_SHADOW, TIER_DISCARDED})
+OWN_TIERS: Final = (TIER_SHADOW, TIER_JUDGE)
+"""Those of the routers' own requests."""
+UNBILLED_TIERS: Final = frozenset({*OWN_TIERS, TIER_DISCARDED})
 
 OUTCOME_EVICTED: Final = "evicted"
 """The outcome in the record of a request that was admitted and never sent to a shard."""

@@ -1,9 +1,22 @@
-"""Puts texts back in the place of placeholders, in text that arrives in pieces."""
+"""Puts placeholders in the place of texts, and texts back in the place of placeholders, in text that arrives in
+pieces."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from kvloom.v1.safety_service_pb2 import Mask
+
+
+def with_placeholders(text: str, masks: Iterable[Mask]) -> str:
+    """`masks` are in order."""
+    pieces: list[str] = []
+    end = 0
+    for mask in masks:
+        pieces += (text[end : mask.start], mask.placeholder)
+        end = mask.end
+    return "".join((*pieces, text[end:]))
 
 
 class RestoredText:

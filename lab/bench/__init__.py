@@ -4,6 +4,7 @@ commands.py                 `kvloom-lab bench`: the commands by name
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
 encoder_peers/              ONNX Runtime, for `kvloom-lab bench encoder-peers`
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
+injections/                 `kvloom-lab bench injections`: an attempt at a classifier of prompt injections
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
 autoscaling_laws.py         those laws
@@ -18,6 +19,7 @@ brownout.py                 `kvloom-lab bench brownout`
 brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 brownout_run.py             the same on fabrics of real processes
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
+phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
 preemption.py               `kvloom-lab bench preemption`: urgent requests on shards that batch answers fill
 experiment.py               what all benches share: flags, a run, rows, and their table, JSON and plot
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity

@@ -86,5 +86,5 @@ async def cancel(call: OperationCall) -> Any:
             raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message)
         if status != "cancelling":
             one = one._replace(body={**one.body, "status": "cancelling", "cancelling_at": int(call.now)})
-            await objects.change(connection, one.id, one.body)
+            await objects.change(connection, call.tenant, one.id, one.body)
         return await _shown(connection, one)

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
 from kvloom_common.trust.state_seal import StateSealer
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.search.searcher import Searcher
 
 
@@ -20,7 +20,7 @@ class OperationCall:
     """`now` is in seconds since 1970."""
 
     database: Database
-    contents: FileContents
+    contents: TenantContents
     searcher: Searcher
     settings: OrchestratorConfig
     sealer: StateSealer

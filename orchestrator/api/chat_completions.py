@@ -55,7 +55,7 @@ async def update(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await objects.get(connection, call.tenant, KIND, call.ids[0], call.now, for_update=True)
         body = {**one.body, "metadata": call.body.get("metadata") or {}}
-        await objects.change(connection, one.id, body)
+        await objects.change(connection, call.tenant, one.id, body)
     return body
 
 
@@ -72,5 +72,5 @@ async def list_messages(call: OperationCall) -> Any:
     page = page_of(call.query, order="asc")
     async with call.database.reading() as connection:
         one = await objects.get(connection, call.tenant, KIND, call.ids[0], call.now)
-        data, has_more = await items.listed(connection, [one.id], page)
+        data, has_more = await items.listed(connection, call.tenant, [one.id], page)
     return as_list(data, has_more=has_more)

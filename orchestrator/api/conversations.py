@@ -42,7 +42,7 @@ async def update(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await _found(connection, call, for_update=True)
         one = one._replace(body={**one.body, "metadata": call.body.get("metadata") or {}})
-        await objects.change(connection, one.id, one.body)
+        await objects.change(connection, call.tenant, one.id, one.body)
     return shown(one)
 
 
@@ -68,7 +68,7 @@ async def list_items(call: OperationCall) -> Any:
     page = page_of(call.query)
     async with call.database.reading() as connection:
         one = await _found(connection, call)
-        data, has_more = await items.listed(connection, [one.id], page)
+        data, has_more = await items.listed(connection, call.tenant, [one.id], page)
     return as_list(data, has_more=has_more)
 
 
@@ -76,14 +76,14 @@ async def list_items(call: OperationCall) -> Any:
 async def get_item(call: OperationCall) -> Any:
     async with call.database.reading() as connection:
         one = await _found(connection, call)
-        return await _item(connection, one.id, call.ids[1])
+        return await _item(connection, call, one.id)
 
 
 @operation("deleteConversationItem")
 async def delete_item(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await _found(connection, call, for_update=True)
-        await _item(connection, one.id, call.ids[1])
+        await _item(connection, call, one.id)
         await items.delete(connection, one.id, call.ids[1])
     return shown(one)
 
@@ -102,8 +102,9 @@ async def _found(connection: AsyncConnection, call: OperationCall, *, for_update
     return await objects.get(connection, call.tenant, KIND, call.ids[0], call.now, for_update=for_update)
 
 
-async def _item(connection: AsyncConnection, conversation_id: str, item_id: str) -> Item:
-    found = await items.find(connection, conversation_id, item_id)
+async def _item(connection: AsyncConnection, call: OperationCall, conversation_id: str) -> Item:
+    item_id = call.ids[1]
+    found = await items.find(connection, call.tenant, conversation_id, item_id)
     if found is None:
         message = f"The conversation has no item {item_id[:128]!r}."
         raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message)

@@ -38,7 +38,7 @@ async def give(call: OperationCall) -> Any:
             await objects.add(connection, call.tenant, KIND, one)
         else:
             one = one._replace(created_at=known.created_at)
-            await objects.change(connection, own, body, one.label)
+            await objects.change(connection, call.tenant, own, body, one.label)
     return shown(one)
 
 

@@ -16,6 +16,7 @@ from orchestrator.api import conversations
 from orchestrator.api.call import OperationCall, operation
 from orchestrator.api.conversations import KIND
 from orchestrator.database.schema import items as table
+from orchestrator.seal import seal_of
 from orchestrator.store import items, objects
 from orchestrator.store.objects import StoredObject
 from orchestrator.store.pages import Page, page_of
@@ -31,13 +32,13 @@ _BATCH: Final = 20
 """Conversations that are read at a time."""
 
 
-async def entry(connection: AsyncConnection, one: StoredObject) -> dict[str, Any]:
+async def entry(connection: AsyncConnection, tenant: str, one: StoredObject) -> dict[str, Any]:
     """A conversation with its title: the one that it was given, or the beginning of what was said first."""
     title = one.body["metadata"].get("title")
     if not title:
         first = sa.select(table.c.body).where(table.c.parent == one.id).order_by(table.c.position).limit(1)
         body = await connection.scalar(first)
-        text = "" if body is None else items.text_of(msgspec.json.decode(body))
+        text = "" if body is None else items.text_of(msgspec.json.decode(seal_of(connection).opened(tenant, body)))
         title = " ".join(text.split())[:MAX_TITLE_CHARS]
     return {**conversations.shown(one), "title": title, "num_items": await items.count(connection, one.id)}
 
@@ -50,7 +51,7 @@ async def list_conversations(call: OperationCall) -> Any:
         return await _searched(call, kind, page, search)
     async with call.database.reading() as connection:
         found, has_more = await objects.listed(connection, call.tenant, kind, page, call.now)
-        data = [await entry(connection, one) for one in found]
+        data = [await entry(connection, call.tenant, one) for one in found]
     return _as_list(data, found[-1].id if found else None, has_more=has_more)
 
 
@@ -67,14 +68,13 @@ async def _searched(call: OperationCall, kind: str, page: Page, search: str) -> 
         async with call.database.reading() as connection:
             found, has_more = await objects.listed(connection, call.tenant, kind, part, call.now)
             for place, one in enumerate(found):
-                bodies = await items.of_parent(connection, one.id)
+                bodies = await items.of_parent(connection, call.tenant, one.id)
                 num_scanned, last = num_scanned + len(bodies), one.id
-                if snippets := _snippets(bodies, words):
-                    data.append({**await entry(connection, one), "snippets": snippets})
+                if snippets := await asyncio.to_thread(_snippets, bodies, words):
+                    data.append({**await entry(connection, call.tenant, one), "snippets": snippets})
                 if len(data) == page.limit or num_scanned >= MAX_SCANNED_ITEMS:
                     has_more = has_more or place + 1 < len(found)
                     break
-        await asyncio.sleep(0)  # others have their turn
     return _as_list(data, last, has_more=has_more)
 
 
@@ -103,8 +103,8 @@ async def set_title(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await objects.get(connection, call.tenant, KIND, call.ids[0], call.now, for_update=True)
         one = one._replace(body={**one.body, "metadata": {**one.body["metadata"], "title": call.body["title"]}})
-        await objects.change(connection, one.id, one.body)
-        return await entry(connection, one)
+        await objects.change(connection, call.tenant, one.id, one.body)
+        return await entry(connection, call.tenant, one)
 
 
 @operation("removeConversation")
@@ -123,4 +123,4 @@ async def restore(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await objects.get(connection, call.tenant, DELETED_KIND, call.ids[0], call.now, for_update=True)
         await objects.move(connection, one.id, KIND, None)
-        return await entry(connection, one)
+        return await entry(connection, call.tenant, one)

@@ -61,7 +61,7 @@ async def create_version(call: OperationCall) -> Any:
             raise quota_reached(f"The prompt has {MAX_VERSIONS} versions already.")
         version = _version(call, one.id, number)
         one = one._replace(body={**one.body, "version": number})
-        await objects.change(connection, one.id, one.body)
+        await objects.change(connection, call.tenant, one.id, one.body)
         await objects.add(connection, call.tenant, VERSION_KIND, version)
     return shown(one, version)
 

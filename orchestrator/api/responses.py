@@ -23,6 +23,7 @@ from orchestrator.api.call import OperationCall, operation
 from orchestrator.background import rows
 from orchestrator.database.schema import jobs, runs
 from orchestrator.database.schema import objects as table
+from orchestrator.seal import seal_of
 from orchestrator.store import items, objects
 from orchestrator.store.objects import StoredObject
 from orchestrator.store.pages import as_list, page_of
@@ -43,7 +44,7 @@ async def read_context(call: OperationCall, request: ReadContextRequest) -> Read
             parents = (request.conversation_id,)
         elif request.previous_response_id:
             parents = await _lineage(connection, call, request.previous_response_id, _PREVIOUS)
-        found = [body for parent in parents for body in await items.of_parent(connection, parent)]
+        found = [body for parent in parents for body in await items.of_parent(connection, call.tenant, parent)]
         if len(found) > call.settings.max_items:
             field = "conversation" if request.conversation_id else _PREVIOUS
             most = call.settings.max_items
@@ -102,7 +103,7 @@ async def begin(call: OperationCall, request: BeginResponseRequest) -> None:
         await items.append(connection, call.tenant, one.id, given)
         run = {
             "response": one.id,
-            "body": request.body,
+            "body": seal_of(connection).sealed(call.tenant, request.body),
             "seed": secrets.randbits(63),
             "priority_class": request.priority_class,
             "conversation": kept.conversation_id,
@@ -131,7 +132,7 @@ async def check_has_events(call: OperationCall) -> None:
 async def stored_events(call: OperationCall) -> tuple[list[bytes], bool]:
     """The events of a background response that has ended, and True if no more can come."""
     async with call.database.reading() as connection:
-        events = await rows.read_events(connection, call.ids[0])
+        events = await rows.read_events(connection, call.tenant, call.ids[0])
         one = await objects.find(connection, call.tenant, KIND, call.ids[0], call.now)
         is_over = events is not None or one is None or one.body["status"] not in rows.OPEN
     return events or [], is_over
@@ -146,9 +147,9 @@ async def cancel(call: OperationCall) -> Any:
             raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message)
         if one.body["status"] in rows.OPEN:
             one = one._replace(body={**one.body, "status": "cancelled"})
-            await objects.change(connection, one.id, one.body)
+            await objects.change(connection, call.tenant, one.id, one.body)
             await outbox.announce(connection, call.tenant, "response.cancelled", one.id, call.now)
-        output = await items.of_parent(connection, one.id, is_output=True)
+        output = await items.of_parent(connection, call.tenant, one.id, is_output=True)
     return {**one.body, "output": [msgspec.Raw(body) for body in output]}
 
 
@@ -156,7 +157,7 @@ async def cancel(call: OperationCall) -> Any:
 async def get(call: OperationCall) -> Any:
     async with call.database.reading() as connection:
         one = await _found(connection, call)
-        output = await items.of_parent(connection, one.id, is_output=True)
+        output = await items.of_parent(connection, call.tenant, one.id, is_output=True)
     return {**one.body, "output": [msgspec.Raw(body) for body in output]}
 
 
@@ -174,7 +175,7 @@ async def list_input_items(call: OperationCall) -> Any:
     async with call.database.reading() as connection:
         one = await _found(connection, call)
         parents = await _lineage(connection, call, one.id, "") if one.parent else [one.id]
-        data, has_more = await items.listed(connection, parents, page, only_input_of=one.id)
+        data, has_more = await items.listed(connection, call.tenant, parents, page, only_input_of=one.id)
     return as_list(data, has_more=has_more)
 
 

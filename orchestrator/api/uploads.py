@@ -89,15 +89,15 @@ async def complete(call: OperationCall) -> Any:
     if upload.body["status"] == "completed":
         return shown(upload)  # it is a repetition
     _check_parts(upload, parts, wanted)
-    file_id, digest = new_id("file-"), hashlib.md5(usedforsecurity=False)
+    file_id, digest = new_id(call.contents.id_prefix("file-")), hashlib.md5(usedforsecurity=False)
 
     async def pieces() -> AsyncIterator[bytes]:
         for part_id in wanted:
-            async for piece in call.contents.read(part_id):
+            async for piece in call.contents.read(call.tenant, part_id):
                 digest.update(piece)
                 yield piece
 
-    await call.contents.write(file_id, pieces())
+    await call.contents.write(call.tenant, file_id, pieces())
     try:
         if (md5 := call.body.get("md5")) and md5.lower() != digest.hexdigest():
             raise invalid_argument("md5: the parts have another checksum.", "md5")
@@ -139,7 +139,7 @@ async def _end(
     connection: AsyncConnection, call: OperationCall, upload: StoredObject, status: str, file: Any
 ) -> StoredObject:
     upload = upload._replace(label=status, body={**upload.body, "status": status, "file": file})
-    await objects.change(connection, upload.id, upload.body, status)
+    await objects.change(connection, call.tenant, upload.id, upload.body, status)
     await objects.delete(connection, list(await _parts(connection, call, upload)))
     return upload
 
@@ -162,7 +162,7 @@ async def _parts(connection: AsyncConnection, call: OperationCall, upload: Store
     """The sizes of the parts, by their ids."""
     is_part = sa.and_(table.c.tenant == call.tenant, table.c.kind == PART_KIND, table.c.parent == upload.id)
     rows = await connection.execute(sa.select(table.c.id, table.c.body).where(is_part))
-    return {row.id: objects.body_of(row)["bytes"] for row in rows}
+    return {row.id: objects.body_of(connection, call.tenant, row)["bytes"] for row in rows}
 
 
 async def _lacking(connection: AsyncConnection, call: OperationCall, upload: StoredObject) -> int:

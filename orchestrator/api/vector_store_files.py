@@ -138,7 +138,7 @@ async def get_content(call: OperationCall) -> Any:
     async with call.database.reading() as connection:
         await store_of(connection, call)
         one = await _file_of(connection, call)
-        texts = await vector_chunks.texts(connection, one.store, one.file)
+        texts = await vector_chunks.texts(connection, call.tenant, one.store, one.file)
     data = [{"type": "text", "text": text} for text in texts]
     return {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
 
@@ -210,7 +210,7 @@ async def cancel_batch(call: OperationCall) -> Any:
             message = f"The file batch is {status}, and cannot be cancelled."
             raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message)
         one = one._replace(body={"is_cancelled": True})
-        await objects.change(connection, one.id, one.body)
+        await objects.change(connection, call.tenant, one.id, one.body)
         await vector_files.cancel(connection, one.parent, one.id)
         return await _batch_shown(connection, one)
 

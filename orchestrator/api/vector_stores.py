@@ -106,7 +106,7 @@ async def update(call: OperationCall) -> Any:
         one = await vector_store_files.store_of(connection, call, for_update=True)
         given = {name: call.body.get(name) for name in ("name", "metadata", "expires_after")}
         body = {**one.body, **{name: value for name, value in given.items() if value is not None}}
-        await objects.change(connection, one.id, body)
+        await objects.change(connection, call.tenant, one.id, body)
         await _note_use(connection, call, one._replace(body=body))
         return (await _shown(connection, [await vector_store_files.store_of(connection, call)]))[0]
 
@@ -137,7 +137,7 @@ async def search(call: OperationCall) -> Any:
             await _note_use(connection, call, one)
     found = await call.searcher.search(call.tenant, call.key_id, one.id, one.body["embedding_model"], wanted)
     async with call.database.reading() as connection:
-        chunks = await vector_chunks.found(connection, one.id, [each.number for each in found])
+        chunks = await vector_chunks.found(connection, call.tenant, one.id, [each.number for each in found])
         names = dict.fromkeys(chunk.file for chunk in chunks.values())
         files = {name: await vector_files.find(connection, one.id, name) for name in names}
     data: list[dict[str, Any]] = []

@@ -90,7 +90,7 @@ async def update(call: OperationCall) -> Any:
         if changed != endpoint:
             changed = msgspec.structs.replace(changed, updated_at=int(call.now))
             one = one._replace(body=changed.body())
-            await objects.change(connection, one.id, one.body)
+            await objects.change(connection, call.tenant, one.id, one.body)
     return shown(one)
 
 
@@ -101,7 +101,7 @@ async def rotate_secret(call: OperationCall) -> Any:
         one = await _found(connection, call, for_update=True)
         endpoint, secret = WebhookEndpoint.read(one).with_secret(call.sealer, call.now, keeps_old=keeps_old)
         one = one._replace(body=endpoint.body())
-        await objects.change(connection, one.id, one.body)
+        await objects.change(connection, call.tenant, one.id, one.body)
     return shown(one, secret)
 
 

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom.errors import KvloomError
 from kvloom_common.database.database import Database
 from orchestrator.database.schema import jobs, response_events, runs
+from orchestrator.seal import seal_of
 from orchestrator.store import items, objects
 from orchestrator.webhooks import outbox
 
@@ -53,8 +54,9 @@ async def start(database: Database, tenant: str, response_id: str) -> RunInputs 
             return None
         body = {**one.body, "status": "in_progress"}
         if body != one.body:
-            await objects.change(connection, response_id, body)
-        return RunInputs(*row[1:], response=body)
+            await objects.change(connection, tenant, response_id, body)
+        run = RunInputs(*row[1:], response=body)
+        return run._replace(body=seal_of(connection).opened(tenant, run.body))
 
 
 async def save_sent(database: Database, holder: str, response_id: str, num_sent: int, digest: bytes) -> bool:
@@ -83,11 +85,11 @@ async def finish(
         one = await objects.find(connection, tenant, KIND, response_id, _FOREVER, for_update=True)
         if one is None or one.body["status"] not in OPEN or not await _is_held(connection, holder, response_id):
             return False
-        await objects.change(connection, response_id, body)
+        await objects.change(connection, tenant, response_id, body)
         await items.append(connection, tenant, response_id, output, num_output=len(output))
         if run.conversation and body["status"] != "failed":
             await _append_to_conversation(connection, tenant, run.conversation, response_id, len(output))
-        await _keep_events(connection, response_id, events)
+        await _keep_events(connection, tenant, response_id, events)
         await outbox.announce(connection, tenant, f"response.{body['status']}", response_id, now)
         await _end(connection, response_id)
     return True
@@ -101,24 +103,25 @@ async def end(database: Database, tenant: str, holder: str, response_id: str, ev
         if not await _is_held(connection, holder, response_id):
             return
         if one is not None:
-            await _keep_events(connection, response_id, events)
+            await _keep_events(connection, tenant, response_id, events)
         await _end(connection, response_id)
 
 
-async def read_events(connection: AsyncConnection, response_id: str) -> list[bytes] | None:
+async def read_events(connection: AsyncConnection, tenant: str, response_id: str) -> list[bytes] | None:
     """Returns None as long as the response runs."""
     wanted = sa.select(response_events.c.body).where(response_events.c.response == response_id)
     body = await connection.scalar(wanted)
     if body is None:
         return None
-    return zlib.decompress(body).split(_EVENT_END)[:-1]
+    return zlib.decompress(seal_of(connection).opened(tenant, body)).split(_EVENT_END)[:-1]
 
 
-async def _keep_events(connection: AsyncConnection, response_id: str, events: Sequence[bytes]) -> None:
+async def _keep_events(connection: AsyncConnection, tenant: str, response_id: str, events: Sequence[bytes]) -> None:
     known = sa.select(response_events.c.response).where(response_events.c.response == response_id)
     if await connection.scalar(known) is None:
         body = zlib.compress(b"".join(event + _EVENT_END for event in events), 1)
-        await connection.execute(response_events.insert().values(response=response_id, body=body))
+        sealed = seal_of(connection).sealed(tenant, body)
+        await connection.execute(response_events.insert().values(response=response_id, body=sealed))
 
 
 async def _append_to_conversation(
@@ -127,7 +130,7 @@ async def _append_to_conversation(
     """A conversation that was deleted meanwhile gets nothing."""
     with contextlib.suppress(KvloomError):
         await objects.get(connection, tenant, "conversation", conversation, _FOREVER, for_update=True)
-        new = [msgspec.json.decode(body) for body in await items.of_parent(connection, response_id)]
+        new = [msgspec.json.decode(body) for body in await items.of_parent(connection, tenant, response_id)]
         await items.append(connection, tenant, conversation, new, num_output=num_output)
 
 

@@ -16,7 +16,7 @@ from kvloom_common.database.database import Database
 from orchestrator.batches import progress
 from orchestrator.batches.lines import LineError, LineReader, request_body, result_of
 from orchestrator.batches.progress import COMPLETED, FAILED, OpenLine
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import RETRIED, EdgeAwayError, Edges
 from orchestrator.jobs.runner import Clock
 from orchestrator.metrics import BATCH_LINES
@@ -36,7 +36,7 @@ class BatchWork:
     """Work (orchestrator/jobs/runner.py) that ends early when the batch is cancelled or expires."""
 
     def __init__(
-        self, database: Database, contents: FileContents, edges: Edges, job: Any, concurrency: int, clock: Clock
+        self, database: Database, contents: TenantContents, edges: Edges, job: Any, concurrency: int, clock: Clock
     ) -> None:
         self._database = database
         self._contents = contents
@@ -69,7 +69,7 @@ class BatchWork:
     async def _validate(self, body: dict[str, Any]) -> dict[str, Any]:
         reader = LineReader(body["endpoint"])
         try:
-            async for piece in self._contents.read(body["input_file_id"]):
+            async for piece in self._contents.read(self._tenant, body["input_file_id"]):
                 reader.feed(piece)
                 await asyncio.sleep(0)  # others have their turn
         except KvloomError as error:
@@ -112,7 +112,8 @@ class BatchWork:
     async def _answer(self, body: dict[str, Any], line: OpenLine) -> None:
         path = body["endpoint"]
         try:
-            raw = await self._contents.read_part(body["input_file_id"], line.offset, line.num_bytes)
+            part = line.offset, line.num_bytes
+            raw = await self._contents.read_part(self._tenant, body["input_file_id"], *part)
         except KvloomError as error:
             if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
                 raise
@@ -136,7 +137,7 @@ class BatchWork:
 
     async def _end(self, line: OpenLine, state: str, response: Any, error: Any) -> None:
         result = result_of(self._id, line.line, line.custom_id, response, error)
-        work = progress.end_line(self._database, self._id, line.line, state, result)
+        work = progress.end_line(self._database, self._tenant, self._id, line.line, state, result)
         if await self._database.uninterrupted(work):
             BATCH_LINES.labels(state).inc()
 
@@ -178,21 +179,22 @@ class BatchWork:
         while lines := await progress.open_lines(self._database, self._id, 0, 200):
             for line in lines:
                 result = result_of(self._id, line.line, line.custom_id, None, error)
-                await progress.end_line(self._database, self._id, line.line, FAILED, result)
+                await progress.end_line(self._database, self._tenant, self._id, line.line, FAILED, result)
 
     async def _write(self, state: str, name: str, now: float, expires_at: float) -> StoredObject | None:
         """The output or the error file, under an id that is always the same; None if there is nothing to write."""
-        file_id = f"file-{hashlib.sha256(f'{self._id} {name}'.encode()).hexdigest()[:48]}"
+        digest = hashlib.sha256(f"{self._id} {name}".encode()).hexdigest()[:48]
+        file_id = self._contents.id_prefix("file-") + digest
         num_bytes = 0
 
         async def pieces() -> AsyncIterator[bytes]:
             nonlocal num_bytes
-            async for result in progress.results(self._database, self._id, state):
+            async for result in progress.results(self._database, self._tenant, self._id, state):
                 num_bytes += len(result) + 1
                 self._count_usage(result)
                 yield result + b"\n"
 
-        await self._contents.write(file_id, pieces())
+        await self._contents.write(self._tenant, file_id, pieces())
         if not num_bytes:
             await self._contents.delete(file_id)
             return None

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom_common.database.database import Database
 from orchestrator.batches.lines import Line
 from orchestrator.database.schema import batch_lines, jobs
+from orchestrator.seal import seal_of
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject
 from orchestrator.webhooks import outbox
@@ -57,7 +58,7 @@ async def update_within(
     if changes is None:
         return one.body
     body = {**one.body, **changes}
-    await objects.change(connection, batch_id, body)
+    await objects.change(connection, tenant, batch_id, body)
     return body
 
 
@@ -94,11 +95,12 @@ async def open_lines(database: Database, batch_id: str, after: int, most: int) -
         return [OpenLine(*row) for row in rows]
 
 
-async def end_line(database: Database, batch_id: str, line: int, state: str, result: bytes) -> bool:
+async def end_line(database: Database, tenant: str, batch_id: str, line: int, state: str, result: bytes) -> bool:
     """Returns False if the line has ended before."""
     async with database.writing() as connection:
         own = sa.and_(batch_lines.c.batch == batch_id, batch_lines.c.line == line, batch_lines.c.state == OPEN)
-        done = await connection.execute(batch_lines.update().where(own).values(state=state, result=result))
+        sealed = seal_of(connection).sealed(tenant, result)
+        done = await connection.execute(batch_lines.update().where(own).values(state=state, result=sealed))
         return done.rowcount == 1
 
 
@@ -112,7 +114,7 @@ async def counts(connection: AsyncConnection, batch_id: str) -> dict[str, int]:
     }
 
 
-async def results(database: Database, batch_id: str, state: str) -> AsyncIterator[bytes]:
+async def results(database: Database, tenant: str, batch_id: str, state: str) -> AsyncIterator[bytes]:
     """The results of the lines that have ended so, in the order of the lines."""
     last = 0
     while True:
@@ -121,8 +123,9 @@ async def results(database: Database, batch_id: str, state: str) -> AsyncIterato
                 batch_lines.c.batch == batch_id, batch_lines.c.state == state, batch_lines.c.line > last
             )
             rows = (await connection.execute(wanted.order_by(batch_lines.c.line).limit(200))).all()
+            seal = seal_of(connection)
         for row in rows:
-            yield row.result
+            yield seal.opened(tenant, row.result)
         if not rows:
             return
         last = rows[-1].line

@@ -13,7 +13,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.database.database import Database
 from orchestrator.database.schema import jobs
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.metrics import INDEXED_FILES
 from orchestrator.search import extraction
 from orchestrator.search.chunking import ChunkSize, chunks_of, halves_of
@@ -49,7 +49,7 @@ class FileIndexing:
     cancelled."""
 
     def __init__(
-        self, database: Database, contents: FileContents, encoder: FabricEncoder, holder: str, job: Any
+        self, database: Database, contents: TenantContents, encoder: FabricEncoder, holder: str, job: Any
     ) -> None:
         self._database = database
         self._contents = contents
@@ -116,7 +116,7 @@ class FileIndexing:
 
     async def _content(self) -> bytes:
         try:
-            return b"".join([piece async for piece in self._contents.read(self._file)])
+            return b"".join([piece async for piece in self._contents.read(self._tenant, self._file)])
         except KvloomError as error:
             if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
                 raise
@@ -150,7 +150,7 @@ class FileIndexing:
     async def _append(self, first: int, done: Sequence[tuple[str, bytes]]) -> None:
         async with self._database.writing() as connection:
             if await self._is_held(connection):
-                await vector_chunks.append(connection, self._store, self._file, first, done)
+                await vector_chunks.append(connection, self._tenant, self._store, self._file, first, done)
 
     async def _end(self, error: dict[str, str] | None) -> bool:
         """Returns False if the work was taken away."""

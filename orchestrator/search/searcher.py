@@ -20,6 +20,8 @@ MAX_INDEX_BYTES: Final = 2**30
 """The size of all indexes of a process, about. Those that were not used for the longest time are made again when
 needed."""
 _NEEDED: Final = ("orchestrator.search.index", "pypdf", "selectolax", "semantic_text_splitter")
+GRAPH_STEP: Final = 1000
+"""Vectors that are added to a graph at a time."""
 CANDIDATES: Final = 64
 """Chunks that each way of searching proposes, or twice as many as are wanted."""
 
@@ -44,11 +46,12 @@ class FoundChunk(NamedTuple):
 
 
 class _Kept:
-    """An index, and who may use it."""
+    """An index, who may use it, and the task that completes it."""
 
     def __init__(self, index: Any) -> None:
         self.index = index
         self.lock = asyncio.Lock()
+        self.completing: asyncio.Task[None] | None = None
 
 
 class Searcher:
@@ -89,15 +92,18 @@ class Searcher:
         self._kept.move_to_end(store)
         async with kept.lock:
             try:
-                await self._bring_up_to_date(store, kept.index)
+                await self._bring_up_to_date(tenant, store, kept.index)
             except BaseException:
                 self.forget(store)  # it may have half of a change
                 raise
             found = await asyncio.to_thread(_ranked, kept.index, vectors, wanted)
+        is_free = kept.completing is None or kept.completing.done()
+        if is_free and (kept.index.lacks_words or kept.index.lacks_graph):
+            kept.completing = asyncio.create_task(_complete(kept), name=f"{store} index")
         self._fit()
         return found
 
-    async def _bring_up_to_date(self, store: str, index: Any) -> None:
+    async def _bring_up_to_date(self, tenant: str, store: str, index: Any) -> None:
         async with self._database.reading() as connection:
             revision, _ = await vector_files.state_of(connection, store)
             if revision == index.revision:
@@ -105,13 +111,32 @@ class Searcher:
             kept = await vector_chunks.completed(connection, store)
             known = index.versions
             changed = [name for name, (version, _) in kept.items() if known.get(name) != version]
-            added = {name: await vector_chunks.of_file(connection, store, name) for name in changed}
+            added = {name: await vector_chunks.of_file(connection, tenant, store, name) for name in changed}
         await asyncio.to_thread(index.update, revision, kept, added)
 
     def _fit(self) -> None:
         """The last one that was used is kept, however large it is."""
         while len(self._kept) > 1 and sum(kept.index.num_bytes for kept in self._kept.values()) > MAX_INDEX_BYTES:
             self._kept.popitem(last=False)
+
+
+async def _complete(kept: _Kept) -> None:
+    """Makes what a large index lacks, while searches go on without it."""
+    from orchestrator.search.index import empty_graph, ranked_words
+
+    async with kept.lock:
+        snapshot = kept.index.snapshot()
+    if kept.index.lacks_words:
+        words = await asyncio.to_thread(ranked_words, snapshot)
+        async with kept.lock:
+            kept.index.adopt_words(words)
+    if kept.index.lacks_graph:
+        graph = empty_graph(snapshot.vectors.shape[1])
+        for first in range(0, len(snapshot.numbers), GRAPH_STEP):
+            end = first + GRAPH_STEP
+            await asyncio.to_thread(graph.add, snapshot.numbers[first:end], snapshot.vectors[first:end])
+        async with kept.lock:
+            await asyncio.to_thread(kept.index.adopt_graph, graph, snapshot.numbers)
 
 
 def _ranked(index: Any, vectors: Sequence[bytes], wanted: Wanted) -> list[FoundChunk]:

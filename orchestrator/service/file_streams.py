@@ -42,11 +42,11 @@ class _Content:
 
 async def write_file(call: OperationCall, requests: AsyncIterator[WriteFileRequest]) -> Any:
     """Stores the content, then the file. Raises KvloomError."""
-    file_id = new_id("file-")
+    file_id = new_id(call.contents.id_prefix("file-"))
     content = _Content(requests, call.settings.max_file_bytes, "orchestrator.max_file_bytes")
     async with call.database.reading() as connection:
         await files.check_quota(connection, call)
-    await call.contents.write(file_id, content.pieces())
+    await call.contents.write(call.tenant, file_id, content.pieces())
     try:
         one = await files.add(call, content.facts, file_id, content.num_bytes)
     except KvloomError:
@@ -57,9 +57,9 @@ async def write_file(call: OperationCall, requests: AsyncIterator[WriteFileReque
 
 async def write_part(call: OperationCall, upload_id: str, requests: AsyncIterator[WriteFileRequest]) -> Any:
     """Stores the content, then the part of the upload. Raises KvloomError."""
-    part_id = new_id("part_")
+    part_id = new_id(call.contents.id_prefix("part_"))
     content = _Content(requests, await uploads.room(call, upload_id), "a part, or what the upload still lacks")
-    await call.contents.write(part_id, content.pieces())
+    await call.contents.write(call.tenant, part_id, content.pieces())
     try:
         return await uploads.add_part(call, upload_id, part_id, content.num_bytes)
     except KvloomError:

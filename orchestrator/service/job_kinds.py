@@ -12,7 +12,7 @@ from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
 from orchestrator.background.run import MAX_RUNS, ResponseRun
 from orchestrator.batches.batch import BatchWork
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import Clock, JobKind
 from orchestrator.search.embedding import FabricEncoder
@@ -28,7 +28,7 @@ MAX_BATCHES: Final = 8
 def job_kinds(
     settings: OrchestratorConfig,
     database: Database,
-    contents: FileContents,
+    contents: TenantContents,
     edges: Edges,
     logs: ResponseLogs,
     sealer: StateSealer,

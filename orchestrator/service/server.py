@@ -33,8 +33,10 @@ from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
 from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
+from orchestrator.seal import BodySeal, use_seal
 from orchestrator.search.embedding import FabricEncoder
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
@@ -65,14 +67,22 @@ async def serve(
         raise StartError(
             f"the orchestrator trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)"
         )
+    if config.edge.masks_prompts and not trust.has_secret:
+        raise StartError(
+            "edge.masks_prompts: what is stored is then encrypted with the fabric's secret (fabric.secret_file), and "
+            "there is none"
+        )
     stopping = stop_event()
     url = database_url(config.orchestrator.database_url, "orchestrator.database_url", Path(config.data_dir) / FILE_NAME)
     # A task that fails ends the process, which is started again.
     async with opened(url, MIGRATIONS) as database, asyncio.TaskGroup() as tasks:
-        contents = FileContents(config.orchestrator, Path(config.data_dir))
-        owned = [tasks.create_task(keep_deleting(database, contents), name="expiry")]
-        edges, logs = Edges(config, name, trust), ResponseLogs()
         sealer = StateSealer(trust.state_key)
+        seal = BodySeal(sealer, seals=config.edge.masks_prompts)
+        use_seal(database, seal)
+        store = FileContents(config.orchestrator, Path(config.data_dir))
+        contents = TenantContents(store, seal)
+        owned = [tasks.create_task(keep_deleting(database, store), name="expiry")]
+        edges, logs = Edges(config, name, trust), ResponseLogs()
         kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name)
         runner = JobRunner(database, kinds, name)
         if trust.has_secret:  # without it, an edge does not know an orchestrator

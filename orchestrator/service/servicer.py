@@ -45,7 +45,7 @@ from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.api import exports, files, responses
 from orchestrator.api.call import OPERATIONS, OperationCall
 from orchestrator.background.log import MAX_PIECE, ResponseLogs
-from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.metrics import CALLS
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.file_streams import write_file, write_part
@@ -73,7 +73,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         self,
         database: Database,
         settings: OrchestratorConfig,
-        contents: FileContents,
+        contents: TenantContents,
         searcher: Searcher,
         logs: ResponseLogs,
         wake: Callable[[], None],
@@ -162,7 +162,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         one = await self._answer("ReadFile", files.find(call), context)
         yield ReadFileResponse(body=msgspec.json.encode(files.shown(one)))
         try:
-            async for piece in self._contents.read(one.id):
+            async for piece in self._contents.read(call.tenant, one.id):
                 yield ReadFileResponse(piece=piece)
         except KvloomError as error:
             await abort(context, error)

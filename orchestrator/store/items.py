@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from orchestrator.database.schema import items, objects
+from orchestrator.seal import seal_of
 from orchestrator.store.objects import as_json, new_id
 from orchestrator.store.pages import Page, unknown_cursor
 
@@ -45,6 +46,7 @@ async def append(
         return
     first = await connection.scalar(sa.select(sa.func.max(items.c.position)).where(items.c.parent == parent))
     first = 0 if first is None else first + 1
+    seal = seal_of(connection)
     rows = [
         {
             "parent": parent,
@@ -52,7 +54,7 @@ async def append(
             "id": item["id"],
             "tenant": tenant,
             "is_output": number >= len(new) - num_output,
-            "body": as_json(item),
+            "body": seal.sealed(tenant, as_json(item)),
         }
         for number, item in enumerate(new)
     ]
@@ -63,18 +65,22 @@ async def count(connection: AsyncConnection, parent: str) -> int:
     return await connection.scalar(sa.select(sa.func.count()).where(items.c.parent == parent)) or 0
 
 
-async def of_parent(connection: AsyncConnection, parent: str, *, is_output: bool | None = None) -> list[bytes]:
-    """The JSON of all items, in order; `is_output`: only of the output, or only of the input."""
+async def of_parent(
+    connection: AsyncConnection, tenant: str, parent: str, *, is_output: bool | None = None
+) -> list[bytes]:
+    """The JSON of all items of a tenant's object, in order; `is_output`: only of the output, or only of the input."""
     wanted = sa.select(items.c.body).where(items.c.parent == parent)
     if is_output is not None:
         wanted = wanted.where(items.c.is_output == is_output)
-    return list((await connection.scalars(wanted.order_by(items.c.position))).all())
+    bodies = (await connection.scalars(wanted.order_by(items.c.position))).all()
+    seal = seal_of(connection)
+    return [seal.opened(tenant, body) for body in bodies]
 
 
-async def find(connection: AsyncConnection, parent: str, item_id: str) -> Item | None:
+async def find(connection: AsyncConnection, tenant: str, parent: str, item_id: str) -> Item | None:
     wanted = sa.select(items.c.body).where(items.c.parent == parent, items.c.id == item_id)
     body = await connection.scalar(wanted.order_by(items.c.position).limit(1))
-    return None if body is None else msgspec.json.decode(body)
+    return None if body is None else msgspec.json.decode(seal_of(connection).opened(tenant, body))
 
 
 async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[str], now: float) -> dict[str, bytes]:
@@ -84,13 +90,14 @@ async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[st
     )
     wanted = sa.select(items.c.id, items.c.body).join(objects, objects.c.id == items.c.parent)
     wanted = wanted.where(items.c.tenant == tenant, items.c.id.in_(item_ids), is_alive)
-    return {row.id: row.body for row in await connection.execute(wanted)}
+    seal = seal_of(connection)
+    return {row.id: seal.opened(tenant, row.body) for row in await connection.execute(wanted)}
 
 
 async def listed(
-    connection: AsyncConnection, parents: Sequence[str], page: Page, *, only_input_of: str = ""
+    connection: AsyncConnection, tenant: str, parents: Sequence[str], page: Page, *, only_input_of: str = ""
 ) -> tuple[list[Item], bool]:
-    """A page of the items of several parents, one parent after the other, and True if there are more. Of
+    """A page of the items of several parents of a tenant, one parent after the other, and True if there are more. Of
     `only_input_of` there is only the input. Raises KvloomError (INVALID_ARGUMENT)."""
     rank = sa.case({parent: number for number, parent in enumerate(parents)}, value=items.c.parent)
     wanted = sa.select(items.c.body).where(items.c.parent.in_(parents))
@@ -105,7 +112,8 @@ async def listed(
         wanted = wanted.where(key < there if page.is_descending else key > there)
     order = [column.desc() if page.is_descending else column.asc() for column in (rank, items.c.position)]
     bodies = (await connection.scalars(wanted.order_by(*order).limit(page.limit + 1))).all()
-    return [msgspec.json.decode(body) for body in bodies[: page.limit]], len(bodies) > page.limit
+    seal = seal_of(connection)
+    return [msgspec.json.decode(seal.opened(tenant, body)) for body in bodies[: page.limit]], len(bodies) > page.limit
 
 
 async def delete(connection: AsyncConnection, parent: str, item_id: str) -> None:

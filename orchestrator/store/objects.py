@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from orchestrator.database.schema import deliveries, items, jobs, objects, response_events, runs
+from orchestrator.seal import seal_of
 from orchestrator.store import vector_files
 from orchestrator.store.pages import Page, unknown_cursor
 
@@ -84,7 +85,8 @@ async def add(
     one: StoredObject,
 ) -> bool:
     """Returns False if there is an object with this id already, which is then left as it is."""
-    row = {**one._asdict(), "body": as_json(one.body), "tenant": tenant, "kind": kind}
+    body = seal_of(connection).sealed(tenant, as_json(one.body))
+    row = {**one._asdict(), "body": body, "tenant": tenant, "kind": kind}
     known = await connection.scalar(sa.select(objects.c.id).where(objects.c.id == one.id))
     if known is not None:
         return False
@@ -104,7 +106,7 @@ async def find(
     of the transaction."""
     wanted = sa.select(*_COLUMNS).where(objects.c.id == object_id, _owned(tenant, kind, now))
     row = (await connection.execute(wanted.with_for_update() if for_update else wanted)).one_or_none()
-    return None if row is None else _stored(row)
+    return None if row is None else _stored(connection, tenant, row)
 
 
 async def get(
@@ -141,14 +143,25 @@ async def listed(
         wanted = wanted.where(key < there if page.is_descending else key > there)
     order = [column.desc() if page.is_descending else column.asc() for column in (objects.c.created_at, objects.c.id)]
     rows = (await connection.execute(wanted.order_by(*order).limit(page.limit + 1))).all()
-    return [_stored(row) for row in rows[: page.limit]], len(rows) > page.limit
+    return [_stored(connection, tenant, row) for row in rows[: page.limit]], len(rows) > page.limit
+
+
+async def names_after(
+    connection: AsyncConnection, tenant: str, kind: str, now: float, after: tuple[float, str], most: int
+) -> list[tuple[float, str]]:
+    """The times and ids of the tenant's next objects, by their age. `after` may be deleted meanwhile."""
+    key, there = sa.tuple_(objects.c.created_at, objects.c.id), sa.tuple_(*map(sa.literal, after))
+    wanted = sa.select(objects.c.created_at, objects.c.id).where(_owned(tenant, kind, now), key > there)
+    rows = await connection.execute(wanted.order_by(objects.c.created_at, objects.c.id).limit(most))
+    return [(row.created_at, row.id) for row in rows]
 
 
 async def change(
-    connection: AsyncConnection, object_id: str, body: Mapping[str, Any], label: str | None = None
+    connection: AsyncConnection, tenant: str, object_id: str, body: Mapping[str, Any], label: str | None = None
 ) -> None:
     """`label`: the new one; None: it stays."""
-    values = {"body": as_json(body), **({} if label is None else {"label": label})}
+    sealed = seal_of(connection).sealed(tenant, as_json(body))
+    values = {"body": sealed, **({} if label is None else {"label": label})}
     await connection.execute(objects.update().where(objects.c.id == object_id).values(values))
 
 
@@ -183,9 +196,10 @@ def not_found(kind: str, object_id: str, field: str = "") -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field=field)
 
 
-def body_of(row: Any) -> dict[str, Any]:
-    return msgspec.json.decode(row.body)
+def body_of(connection: AsyncConnection, tenant: str, row: Any) -> dict[str, Any]:
+    """Raises KvloomError (FAILED_PRECONDITION)."""
+    return msgspec.json.decode(seal_of(connection).opened(tenant, row.body))
 
 
-def _stored(row: Any) -> StoredObject:
-    return StoredObject(**{**row._mapping, "body": body_of(row)})
+def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:
+    return StoredObject(**{**row._mapping, "body": body_of(connection, tenant, row)})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from orchestrator.database.schema import store_chunks, store_files
+from orchestrator.seal import seal_of
 from orchestrator.store.vector_files import COMPLETED
 
 _READ: Final = 500
@@ -23,12 +24,26 @@ class Chunk(NamedTuple):
     vector: bytes
 
 
+class ChunkText(NamedTuple):
+    """A chunk's file, and its text."""
+
+    file: str
+    text: str
+
+
 async def append(
-    connection: AsyncConnection, store: str, file: str, first: int, chunks: Sequence[tuple[str, bytes]]
+    connection: AsyncConnection, tenant: str, store: str, file: str, first: int, chunks: Sequence[tuple[str, bytes]]
 ) -> None:
     """Adds (text, vector) of a file, of which the first has this position."""
+    seal = seal_of(connection)
     rows = [
-        {"store": store, "file": file, "position": first + place, "text": text, "vector": vector}
+        {
+            "store": store,
+            "file": file,
+            "position": first + place,
+            "text": seal.sealed_text(tenant, text),
+            "vector": vector,
+        }
         for place, (text, vector) in enumerate(chunks)
     ]
     if rows:
@@ -47,27 +62,31 @@ async def completed(connection: AsyncConnection, store: str) -> dict[str, tuple[
     return {row.file: (row.version, row.body) for row in await connection.execute(wanted)}
 
 
-async def of_file(connection: AsyncConnection, store: str, file: str) -> list[Chunk]:
+async def of_file(connection: AsyncConnection, tenant: str, store: str, file: str) -> list[Chunk]:
     """All chunks of a file, in order."""
     own = sa.and_(store_chunks.c.store == store, store_chunks.c.file == file)
     columns = [store_chunks.c[name] for name in Chunk._fields]
-    found: list[Chunk] = []
+    seal, found = seal_of(connection), list[Chunk]()
     while True:
         wanted = sa.select(*columns).where(own, store_chunks.c.position >= len(found))
         rows = (await connection.execute(wanted.order_by(store_chunks.c.position).limit(_READ))).all()
-        found += [Chunk(*row) for row in rows]
+        found += [Chunk(row.number, seal.opened_text(tenant, row.text), row.vector) for row in rows]
         if len(rows) < _READ:
             return found
 
 
-async def texts(connection: AsyncConnection, store: str, file: str) -> list[str]:
+async def texts(connection: AsyncConnection, tenant: str, store: str, file: str) -> list[str]:
     """The texts of a file, in order."""
     own = sa.and_(store_chunks.c.store == store, store_chunks.c.file == file)
-    return list((await connection.scalars(sa.select(store_chunks.c.text).where(own).order_by("position"))).all())
+    rows = (await connection.scalars(sa.select(store_chunks.c.text).where(own).order_by("position"))).all()
+    seal = seal_of(connection)
+    return [seal.opened_text(tenant, text) for text in rows]
 
 
-async def found(connection: AsyncConnection, store: str, numbers: Sequence[int]) -> dict[int, Any]:
+async def found(connection: AsyncConnection, tenant: str, store: str, numbers: Sequence[int]) -> dict[int, ChunkText]:
     """By number: the file and the text of those chunks that are still there."""
     columns = (store_chunks.c.number, store_chunks.c.file, store_chunks.c.text)
     wanted = sa.select(*columns).where(store_chunks.c.store == store, store_chunks.c.number.in_(numbers))
-    return {row.number: row for row in await connection.execute(wanted)}
+    seal = seal_of(connection)
+    rows = await connection.execute(wanted)
+    return {row.number: ChunkText(row.file, seal.opened_text(tenant, row.text)) for row in rows}

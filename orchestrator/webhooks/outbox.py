@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom_common.database.database import Database
 from orchestrator.database.schema import deliveries, jobs
 from orchestrator.database.schema import objects as table
+from orchestrator.seal import seal_of
 from orchestrator.store import objects
 from orchestrator.store.objects import as_json, new_id
 from orchestrator.webhooks.endpoint import KIND, WebhookEndpoint
@@ -53,7 +54,8 @@ def event_body(event_id: str, event_type: str, object_id: str, now: float) -> by
 async def announce(connection: AsyncConnection, tenant: str, event_type: str, object_id: str, now: float) -> None:
     """Has those of the tenant's endpoints told that want to know, once the transaction is committed."""
     wanted = sa.select(table.c.id, table.c.body).where(table.c.tenant == tenant, table.c.kind == KIND)
-    found = [WebhookEndpoint.of(row.id, row.body) for row in await connection.execute(wanted)]
+    seal, rows = seal_of(connection), await connection.execute(wanted)
+    found = [WebhookEndpoint.of(row.id, seal.opened(tenant, row.body)) for row in rows]
     told = [endpoint for endpoint in found if event_type in endpoint.event_types]
     if not told:
         return

@@ -24,6 +24,9 @@ from router.core.priority_classes import CLASS_OF_TIER, PriorityClass
 class TierRank(enum.IntEnum):
     """Urgency classes: the lower the number, the more urgent."""
 
+    JUDGE = 0
+    """The router's own requests to models that judge texts (router/features/judges.py). As for those of shadow traffic,
+    no answer reaches a client."""
     INTERACTIVE = 1
     BATCH = 2
     SHADOW = 3
@@ -32,11 +35,14 @@ class TierRank(enum.IntEnum):
 
 
 SHADOW_TIER: Final = TierRank.SHADOW
+JUDGE_TIER: Final = TierRank.JUDGE
 """Looking up the member of an enumeration takes calls, which every request would pay."""
 SHADOW_TENANT: Final = "shadow\0"
 """The tenant of a request of shadow traffic begins with it; the tenant of the sampled request follows."""
 SHADOW_CLIENT_ID: Final = "router-shadow"
-"""The client name of the requests of that tier."""
+JUDGE_CLIENT_ID: Final = "router-judge"
+OWN_CLIENT_IDS: Final = frozenset({SHADOW_CLIENT_ID, JUDGE_CLIENT_ID})
+"""The client names of the requests of those tiers."""
 
 
 class ChoiceSpec(msgspec.Struct, frozen=True):

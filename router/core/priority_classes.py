@@ -44,8 +44,11 @@ class PriorityClass(msgspec.Struct, frozen=True):
         return self.rank - int(waited_seconds / self.aging_seconds) if self.aging_seconds else self.rank
 
 
+JUDGE: Final = PriorityClass("judge", 0)
 INTERACTIVE: Final = PriorityClass("interactive", INTERACTIVE_RANK)
 BATCH: Final = PriorityClass("batch", 2)
 SHADOW: Final = PriorityClass("shadow", 3)
-CLASS_OF_TIER: Final[Mapping[int, PriorityClass]] = {one.rank: one for one in (INTERACTIVE, BATCH, SHADOW)}
+CLASS_OF_TIER: Final[Mapping[int, PriorityClass]] = {one.rank: one for one in (JUDGE, INTERACTIVE, BATCH, SHADOW)}
 """By Tier, if none are declared."""
+ROUTERS_OWN: Final = frozenset({JUDGE.name, SHADOW.name})
+"""Classes that no client may name."""

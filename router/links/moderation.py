@@ -10,7 +10,7 @@ from router.links.safety_link import SafetyLink
 
 
 class ModerationLink:
-    """Asks the safety service. Nothing is blocked or logged: the caller learns what the policy says."""
+    """Asks the safety service. Nothing is blocked: the caller learns what the policy says."""
 
     def __init__(self, safety: SafetyLink | None) -> None:
         """`safety` is None when none is configured."""
@@ -26,6 +26,8 @@ class ModerationLink:
         wanted = ClassifyRequest(texts=request.texts)
         if request.HasField("mask"):
             wanted.mask.CopyFrom(request.mask)
+        if request.HasField("check"):
+            wanted.check.CopyFrom(request.check)
         found = await self._safety.classify(wanted)
         return ModerateResponse(
             results=found.results, categories=found.categories, policy_revision=found.policy_revision

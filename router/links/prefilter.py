@@ -18,6 +18,8 @@ from router.core.events import AnswersScreened
 
 _SEPARATOR: Final = "\0"
 _END: Final = r"(?:\x00|\Z)"
+_GAP: Final = r"[^0-9a-z\x00]*"
+"""Any number of characters that may stand between letters which are spaced out. The service counts them."""
 _Tree: TypeAlias = "dict[str, _Tree]"
 """A trie of beginnings, character by character."""
 
@@ -34,10 +36,15 @@ class Prefilter:
         folded_beginnings: Iterable[str],
         look_alike_beginnings: Iterable[str] = (),
         look_alikes: Mapping[str, str] = {},
+        spaced_beginnings: Iterable[str] = (),
+        spaced_look_alike_beginnings: Iterable[str] = (),
+        *,
+        at_word_beginnings: bool = False,
     ) -> None:
         self._plain = _expression(beginnings, space=re.escape(" "))
-        self._folded = _expression(folded_beginnings, space=r"\s+")
-        self._look_alike = _expression(look_alike_beginnings, space=r"\s+")
+        words = at_word_beginnings
+        self._folded = _expression(folded_beginnings, spaced_beginnings, at_word_beginnings=words)
+        self._look_alike = _expression(look_alike_beginnings, spaced_look_alike_beginnings, at_word_beginnings=words)
         self._look_alikes = str.maketrans(dict(look_alikes))
 
     @classmethod
@@ -51,6 +58,9 @@ class Prefilter:
             prefilter.folded_beginnings,
             prefilter.look_alike_beginnings,
             prefilter.look_alikes,
+            prefilter.spaced_beginnings,
+            prefilter.spaced_look_alike_beginnings,
+            at_word_beginnings=prefilter.at_word_beginnings,
         )
 
     def is_suspicious(self, text: str) -> bool:
@@ -208,20 +218,37 @@ class _Answer:
         """True when the service has cleared everything that it received."""
 
 
-def _expression(beginnings: Iterable[str], space: str) -> re.Pattern[str] | None:
+def _expression(
+    beginnings: Iterable[str],
+    spaced_beginnings: Iterable[str] = (),
+    space: str = r"\s+",
+    *,
+    at_word_beginnings: bool = False,
+) -> re.Pattern[str] | None:
     """Returns an expression that finds, in ASCII text, one of these strings or a prefix of one at the end of a delta.
     Returns None if none of the strings can occur."""
+    alternatives: list[str] = []
+    for tree, gap in ((_tree(beginnings), ""), (_tree(spaced_beginnings), _GAP)):
+        for first in tree:
+            found = _alternatives({first: tree[first]}, space, gap)
+            if at_word_beginnings and first.isalnum():
+                # The assertion follows the character, by which Python finds the positions to be tried.
+                found = [f"{first}(?<![0-9a-z]{first}){each.removeprefix(first)}" for each in found]
+            alternatives += found
+    return re.compile("|".join(alternatives)) if alternatives else None
+
+
+def _tree(beginnings: Iterable[str]) -> _Tree:
     tree: _Tree = {}
     for beginning in beginnings:
         node = tree
         for character in beginning:
             node = node.setdefault(character, {})
         node[_SEPARATOR] = {}  # The beginning is complete here, whatever follows.
-    alternatives = _alternatives(tree, space)
-    return re.compile("|".join(alternatives)) if alternatives else None
+    return tree
 
 
-def _alternatives(tree: _Tree, space: str) -> list[str]:
+def _alternatives(tree: _Tree, space: str, gap: str = "") -> list[str]:
     """Skips characters outside ASCII, which do not occur in the text."""
     found: list[str] = []
     for character, rest in tree.items():
@@ -231,5 +258,5 @@ def _alternatives(tree: _Tree, space: str) -> list[str]:
         if _SEPARATOR in rest:
             found.append(own)
         else:
-            found.append(f"{own}(?:{'|'.join([*_alternatives(rest, space), _END])})")
+            found.append(f"{own}{gap}(?:{'|'.join([*_alternatives(rest, space, gap), _END])})")
     return found

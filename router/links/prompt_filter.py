@@ -22,6 +22,8 @@ MAX_ESCAPES: Final = 1024
 """Reading a text as JSON takes about half a microsecond per escape. Texts with more are left to the service."""
 _SPACES: Final = r"[\t-\r\x1c- ]+"
 """The white space of ASCII, as Python's str.isspace defines it."""
+_GAPS: Final = "[^0-9A-Za-z]*"
+"""Any number of characters that may stand between letters which are spaced out. The service counts them."""
 
 
 class PromptFilter:
@@ -33,11 +35,12 @@ class PromptFilter:
         self._any_text = prefilter.any_text
         self._reads_escapes = prefilter.reads_escapes
         plain, folded = sorted(prefilter.beginnings), sorted(prefilter.folded_beginnings)
-        is_short = len(plain) <= MAX_PLAIN_BEGINNINGS and not folded
+        spaced = prefilter.spaced_beginnings
+        is_short = len(plain) <= MAX_PLAIN_BEGINNINGS and not folded and not spaced
         self._plain = tuple(plain) if is_short else ()
-        self._expression = None if is_short else _expression(plain, folded)
-        look_alike = prefilter.look_alike_beginnings
-        self._look_alike = _expression((), look_alike) if look_alike else None
+        self._expression = None if is_short else _expression(plain, folded, spaced)
+        look_alike, spaced = prefilter.look_alike_beginnings, prefilter.spaced_look_alike_beginnings
+        self._look_alike = _expression((), look_alike, spaced) if look_alike or spaced else None
         self._look_alikes = str.maketrans(dict(prefilter.look_alikes))
 
     @classmethod
@@ -66,10 +69,11 @@ class PromptFilter:
         return look_alike is not None and look_alike.search(text.lower().translate(self._look_alikes)) is not None
 
 
-def _expression(plain: Iterable[str], folded: Iterable[str]) -> Any:
-    """Returns an expression that finds any of these strings; if any are folded, in ASCII text only."""
+def _expression(plain: Iterable[str], folded: Iterable[str], spaced: Iterable[str]) -> Any:
+    """Returns an expression that finds any of these strings; if any are folded or spaced, in ASCII text only."""
     parts = [re2.escape(beginning) for beginning in plain]
     parts += [f"(?i:{_SPACES.join(map(re2.escape, beginning.split(' ')))})" for beginning in folded]
+    parts += [f"(?i:{_GAPS.join(map(re2.escape, beginning))})" for beginning in spaced]
     options = re2.Options()
     options.never_capture = True
     return re2.compile("|".join(parts), options)

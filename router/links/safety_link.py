@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 import structlog
@@ -37,6 +37,17 @@ LONGEST_PAUSE_SECONDS: Final = 0.4
 
 
 RETRY_SECONDS: Final = 1.0
+_CALLERS_FAULTS: Final = (ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, ErrorReason.ERROR_REASON_INVALID_ARGUMENT)
+
+
+class QuestionSink(Protocol):
+    """Asks models what the service wants to ask them (router/features/judges.py)."""
+
+    def ask(self, question: safety_service_pb2.JudgeQuestion, asker: SafetyStream) -> None: ...
+
+    def forget(self, asker: SafetyStream) -> None:
+        """The stream is closed."""
+        ...
 
 
 class SafetyLink:
@@ -49,6 +60,8 @@ class SafetyLink:
         self._candidates = candidates
         self._driver = driver
         self._trust = trust
+        self.judges: QuestionSink | None = None
+        """Asks the models that the service wants to ask. It is set before `run`; None: there are none."""
         self.tried = asyncio.Event()
         """Set once the core knows that the service is up, or it could not be reached."""
         self._current: SafetyStream | None = None
@@ -68,15 +81,15 @@ class SafetyLink:
         return None if self._current is None else self._current.policy.revision
 
     async def classify(self, request: safety_service_pb2.ClassifyRequest) -> safety_service_pb2.ClassifyResponse:
-        """Names the categories of the policy to which texts belong, or what is to be hidden in them. Raises
-        KvloomError (SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
+        """Names the categories of the policy to which texts belong, or what is to be hidden or is forbidden in them.
+        Raises KvloomError (SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE, INVALID_ARGUMENT)."""
         if self._current is None:
             raise safety_unavailable()
         try:
             return await self._current.classify(request)
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)
-            if known.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
+            if known.reason in _CALLERS_FAULTS:
                 raise known from error
             raise safety_unavailable() from error
         except asyncio.CancelledError as error:  # the stream has broken, and its channel was closed
@@ -207,6 +220,9 @@ class SafetyLink:
             if stream in self._draining_streams:
                 self._draining_streams.remove(stream)
             writer.cancel()
+            stream.is_closed = True
+            if self.judges is not None:
+                self.judges.forget(stream)
             await asyncio.gather(writer, stream.close(), return_exceptions=True)
 
     def _on_frame(self, stream: SafetyStream, frame: safety_service_pb2.ScreenResponse) -> None:
@@ -215,6 +231,9 @@ class SafetyLink:
             if stream is self._current:
                 self._report_policy(stream)
         stream.note(frame)
+        for question in frame.judge_questions:
+            if self.judges is not None:
+                self.judges.ask(question, stream)
         for verdict in frame.prompts:
             self._driver.dispatch(convert.verdict_from_proto(verdict))
         if frame.slots or frame.halts or frame.closed_slots:

@@ -46,7 +46,9 @@ class SafetyStream:
         self.policy: safety_service_pb2.PolicyState
         self._channel = channel
         self._call = call
+        self.is_closed = False
         self._prompts: list[CheckPrompt] = []
+        self._judge_answers: list[safety_service_pb2.JudgeAnswer] = []
         self._open_checks: set[int] = set()
         self._closing: set[int] = set()
         self._num_waiting_chars = 0
@@ -70,6 +72,7 @@ class SafetyStream:
             raise
 
     async def close(self) -> None:
+        self.is_closed = True
         self._call.cancel()
         await self._channel.close()
 
@@ -86,6 +89,11 @@ class SafetyStream:
         self._prompts.append(check)
         self._open_checks.add(check.check_id)
         self._count(len(check.text))
+
+    def answer_question(self, answer: safety_service_pb2.JudgeAnswer) -> None:
+        """Send a model's answer to a question of the service."""
+        self._judge_answers.append(answer)
+        self._wake.set()
 
     def flush(self, num_chars: int, closing: Iterable[int]) -> None:
         """Schedules the sending of what was put into `outgoing`: `num_chars` of text and the slots in `closing`."""
@@ -134,7 +142,7 @@ class SafetyStream:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._prompts or self.outgoing:
+                while self._prompts or self.outgoing or self._judge_answers:
                     await self._call.write(self._take_frame())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # The reader sees the same break.
@@ -151,6 +159,7 @@ class SafetyStream:
             num_prompts += 1
             if num_chars >= MAX_CHARS_PER_FRAME:
                 break
+        answers, self._judge_answers = self._judge_answers, []
         prompts, self._prompts = self._prompts[:num_prompts], self._prompts[num_prompts:]
         self._num_waiting_chars = sum(len(check.text) for check in self._prompts)
         return safety_service_pb2.ScreenRequest(
@@ -183,6 +192,7 @@ class SafetyStream:
                 )
                 for scope in outgoing.scopes
             ],
+            judge_answers=answers,
         )
 
 

@@ -17,7 +17,9 @@ from kvloom_common.tenancy.prices import Prices
 from kvloom_common.tenancy.usage_record import (
     OUTCOME_EVICTED,
     OUTCOME_LOST,
+    OWN_TIERS,
     TIER_DISCARDED,
+    TIER_JUDGE,
     TIER_SHADOW,
     Charge,
     UsageRecord,
@@ -26,7 +28,12 @@ from router.core.actions import RequestEnded
 from router.core.events import SHADOW_TENANT, TierRank
 from router.core.request_end import RequestEnd
 
-_TIERS: Final = {TierRank.INTERACTIVE: "interactive", TierRank.BATCH: "batch", TierRank.SHADOW: TIER_SHADOW}
+_TIERS: Final = {
+    TierRank.JUDGE: TIER_JUDGE,
+    TierRank.INTERACTIVE: "interactive",
+    TierRank.BATCH: "batch",
+    TierRank.SHADOW: TIER_SHADOW,
+}
 _GOOD_ENDS: Final = frozenset({FINISH_REASON_STOP, FINISH_REASON_LENGTH})
 
 _encode = msgspec.json.Encoder().encode
@@ -87,14 +94,15 @@ class Meter:
         assert usage is not None, "the core does not meter usage"
         adapter = "" if usage.adapter is None else usage.adapter.name
         num_output, moves, tenant = usage.num_resumed_tokens + ended.num_output_tokens, ended.moves, ended.tenant
-        if usage.tier is TierRank.SHADOW:
-            tenant = _unbilled_tenant(TIER_SHADOW, tenant.removeprefix(SHADOW_TENANT))
+        tier = _TIERS[usage.tier]
+        if tier in OWN_TIERS:
+            tenant = _unbilled_tenant(tier, tenant.removeprefix(SHADOW_TENANT))
         # What was never sent to a shard has used nothing.
         is_used = bool(ended.num_attempts or ended.is_result_cache_hit or num_output)
         num_prompt = ended.num_prompt_tokens if is_used else 0
         ended_at, duration_seconds = self._clock(), round(ended.e2e_latency_seconds, 6)
         cost = _NO_COST
-        if usage.tier is not TierRank.SHADOW:
+        if tier not in OWN_TIERS:
             cost = self._cost(
                 full_name(ended.model, adapter),
                 ended_at - duration_seconds,
@@ -112,7 +120,7 @@ class Meter:
             ended.model,
             adapter,
             usage.key_id,
-            _TIERS[usage.tier],
+            tier,
             outcome,
             reason_name(ended.error_reason) if ended.error_reason else "",
             num_prompt,

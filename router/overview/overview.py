@@ -18,7 +18,7 @@ from kvloom.v1.overview_pb2 import (
 )
 from router.core.actions import RequestEnded
 from router.core.core import RouterCore
-from router.core.events import SHADOW_CLIENT_ID
+from router.core.events import OWN_CLIENT_IDS
 from router.core.fleet.fleet import ShardState
 from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog, RememberedRequest
@@ -60,7 +60,7 @@ class Overview:
             running=[
                 _running(one, at)
                 for one in self._core.oldest(
-                    lambda live: live.request.client_id != SHADOW_CLIENT_ID and is_wanted(live.request.tenant),
+                    lambda live: live.request.client_id not in OWN_CLIENT_IDS and is_wanted(live.request.tenant),
                     request.max_requests,
                     now,
                 )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
 
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 
 FORBIDDEN = "forbidden"
+SERVICE = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
 CATEGORIES = ("forbidden-things", "other")
 
 
 def classify(texts: Iterable[str]) -> list[safety_service_pb2.Classification]:
     return [safety_service_pb2.Classification(categories=CATEGORIES[:1] if FORBIDDEN in text else ()) for text in texts]
+
+
+def _as_bytes(response: Any) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
@@ -32,6 +38,8 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
         """The answers' texts as they arrived, each preceded by the last of the characters that were skipped before
         it."""
         self.prompts: list[str] = []
+        self.garble: Callable[[safety_service_pb2.ScreenResponse], object] = lambda response: response
+        """Makes what is sent instead of a response: another one, or bytes."""
         self.address = ""
         self.num_streams = 0
         self._may_answer = asyncio.Event()
@@ -42,7 +50,15 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, port: int = 0) -> int:
-        safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(self, self._server)
+        handlers = {
+            "Screen": grpc.stream_stream_rpc_method_handler(
+                self.Screen, safety_service_pb2.ScreenRequest.FromString, _as_bytes
+            ),
+            "Classify": grpc.unary_unary_rpc_method_handler(
+                self.Classify, safety_service_pb2.ClassifyRequest.FromString, _as_bytes
+            ),
+        }
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         return bound
@@ -80,7 +96,7 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
             while isinstance(frame := await context.read(), safety_service_pb2.ScreenRequest):
                 await self._may_answer.wait()
                 async with self._writing:
-                    await context.write(self._screened(frame, texts))
+                    await context.write(self.garble(self._screened(frame, texts)))
         finally:
             self._contexts.remove(context)
             self.num_streams -= 1

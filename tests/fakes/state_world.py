@@ -19,6 +19,7 @@ from kvloom.v1 import orchestrator_service_pb2_grpc
 from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
 from kvloom_common.database.database import Database
 from kvloom_common.models.served_model import ServedModel
+from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
@@ -26,14 +27,17 @@ from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
 from orchestrator.database.schema import MIGRATIONS
 from orchestrator.files.contents import FileContents
+from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
+from orchestrator.seal import NO_SEAL, BodySeal, use_seal
 from orchestrator.search.embedding import FabricEncoder
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
+from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.migrated_database import migrated_database
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
@@ -56,6 +60,7 @@ class StateWorld:
     """Where the edge serves its fabric."""
     logs: ResponseLogs
     """The events of the background responses at which the orchestrator works that clients ask."""
+    seal: BodySeal = NO_SEAL
     now: float = 1_800_000_000.0
 
     @contextlib.asynccontextmanager
@@ -63,7 +68,7 @@ class StateWorld:
         """An orchestrator of this name works at jobs within the context. Clients ask the one called orchestrator."""
         edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
-        held = self.settings, self.database, self.contents
+        held = self.settings, self.database, TenantContents(self.contents, self.seal)
         kinds = job_kinds(*held, edges, logs, SEALER, name, lambda: self.now)
         runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
         async with following(edges):
@@ -83,13 +88,22 @@ class StateWorld:
 
 @contextlib.asynccontextmanager
 async def state_world(
-    database_url: str, folder: Path, more_models: Sequence[ServedModel] = (), **settings: Any
+    database_url: str,
+    folder: Path,
+    more_models: Sequence[ServedModel] = (),
+    seal: BodySeal = NO_SEAL,
+    link: FakeRouterLink | None = None,
+    output: ParserSpec | None = None,
+    **settings: Any,
 ) -> AsyncIterator[StateWorld]:
-    """`more_models`: those that the edge has besides "tiny"."""
+    """`more_models`: those that the edge has besides "tiny". `settings`: those of the orchestrator."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
+        use_seal(database, seal)
         callers = callers_of(folder, two_organisations())
-        edge = await stack.enter_async_context(edge_world(callers=callers, more_models=more_models))
+        edge = await stack.enter_async_context(
+            edge_world(link=link, callers=callers, output=output, more_models=more_models)
+        )
         address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
@@ -99,14 +113,14 @@ async def state_world(
         edges = Edges(KvloomConfig(), "searches", NO_SECRET, address)
         await stack.enter_async_context(following(edges))
         searcher = Searcher(database, FabricEncoder(edges))
-        held = database, config, contents, searcher, logs
+        held = database, config, TenantContents(contents, seal), searcher, logs
         servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
-        link = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
-        edge.edge.orchestrator, edge.edge.state_sealer = link, SEALER
-        await stack.enter_async_context(following(link))
+        stored = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
+        edge.edge.orchestrator, edge.edge.state_sealer = stored, SEALER
+        await stack.enter_async_context(following(stored))
         clients = [
             await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=f"{edge.url}/v1", api_key=key, max_retries=0, timeout=20.0)
@@ -114,7 +128,7 @@ async def state_world(
             for key in (SEARCH_KEY, OTHER_KEY)
         ]
         world = StateWorld(
-            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs
+            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs, seal=seal
         )
         yield world
 

@@ -14,6 +14,7 @@ from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.state_world import StateWorld, state_world
 from tests.fakes.tiny_tokenizer import model_tokenizer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
 
@@ -120,6 +121,38 @@ async def test_a_long_conversation_is_compacted_by_itself(world: StateWorld, is_
     assert world.prompt().index("Fine") < world.prompt().index("fourth")
 
 
+async def test_a_background_response_is_compacted_when_it_is_begun(world: StateWorld) -> None:
+    """So its events are the same however often it is generated: a summary that was made anew would be another one."""
+    last = await turns(world.client, "first question", "second question")
+    world.edge.link.script = summarizing("Fine")
+    begun = await world.client.responses.create(
+        model="tiny",
+        input="third question",
+        previous_response_id=last,
+        background=True,
+        context_management=[{"type": "compaction", "compact_threshold": 100}],
+    )
+    num_requests = len(world.edge.link.requests)
+
+    async def ended() -> Any:
+        found = await world.client.responses.retrieve(begun.id)
+        return found if found.status == "completed" else None
+
+    async with world.jobs():
+        made = await eventually(ended, "the end of the response")
+    assert len(world.edge.link.requests) == num_requests + 1
+    assert [item.type for item in made.output] == ["compaction", "message"]
+    events = [event async for event in await world.client.responses.retrieve(begun.id, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "response.compaction.compacting" in [event.type for event in events]
+    prompt = world.prompt()
+    assert LONG not in prompt
+    assert prompt.index("second question") < prompt.index(SUMMARY) < prompt.index("third question")
+    await world.client.responses.create(model="tiny", input="fourth", previous_response_id=begun.id)
+    upto = prompt.index("third question") + len("third question")
+    assert world.prompt().startswith(prompt[:upto])
+
+
 async def test_what_cannot_be_made_smaller_is_left_as_it_is(world: StateWorld) -> None:
     """A first message has nothing before it, and a short conversation needs nothing."""
     wanted: Any = [{"type": "compaction", "compact_threshold": 1}]
@@ -164,7 +197,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"context_management": [{"type": "compaction", "compact_threshold": 0}]},
         "context_management[0].compact_threshold",
     ),
-    ("/responses", {"context_management": [{"type": "compaction"}], "background": True}, "context_management"),
+    (
+        "/responses",
+        {"context_management": [{"type": "compaction"}], "background": True, "prompt": {"id": "pmpt_1"}},
+        "context_management",
+    ),
 ]
 
 

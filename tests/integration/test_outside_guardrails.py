@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -39,6 +40,8 @@ class Vendor:
                 return web.json_response({"action": "NONE"}, status=500)
             case "redirect":
                 return web.json_response({"action": "NONE"}, status=302, headers={"Location": "/"})
+            case "drift":
+                return web.json_response({"action": "BLOCKED", "blocked_reason": {"odd": 1}, "texts": 7, "new": []})
             case "cut":
                 assert request.transport is not None
                 request.transport.abort()
@@ -49,7 +52,9 @@ class Vendor:
 
 
 @contextlib.asynccontextmanager
-async def fabric(redis_url: str, folder: Path, on_failure: str, mode: str = "gate") -> AsyncIterator[Any]:
+async def fabric(
+    redis_url: str, folder: Path, on_failure: str, mode: str = "gate", timeout_seconds: float = 10.0
+) -> AsyncIterator[Any]:
     vendor = Vendor()
     app = web.Application()
     app.router.add_post(PATH, vendor.answer)
@@ -61,7 +66,7 @@ async def fabric(redis_url: str, folder: Path, on_failure: str, mode: str = "gat
     (folder / "vendor.key").write_text("secret\n")
     (folder / "policy.toml").write_text(
         f'[[rules]]\nname = "vendor"\nkind = "guardrail"\nmessage = "The vendor says no."\nurl = "{vendor.url}"\n'
-        f'api_key_file = "vendor.key"\ntimeout_seconds = 0.2\napplies_to = ["prompt"]\nmode = "{mode}"\n'
+        f'api_key_file = "vendor.key"\ntimeout_seconds = {timeout_seconds}\napplies_to = ["prompt"]\nmode = "{mode}"\n'
         f'on_failure = "{on_failure}"\n[[rules]]\nname = "own"\nphrases = ["own word"]\n'
     )
     try:
@@ -106,7 +111,7 @@ async def test_a_vendor_that_fails(
 ) -> None:
     """Hung, garbled, cut off, redirected, killed: fail closed means closed, also where the fabric lets texts through
     without a safety service. The breaker ends the waiting, and the vendor is asked again later."""
-    async with fabric(router_redis_url, tmp_path, on_failure) as (world, vendor, runner):
+    async with fabric(router_redis_url, tmp_path, on_failure, timeout_seconds=0.2) as (world, vendor, runner):
         world.router.server._core._verdicts._safety_required = False
         for fault in ("garble", "status", "redirect", "cut"):
             vendor.fault = fault
@@ -122,6 +127,23 @@ async def test_a_vendor_that_fails(
         assert await chat(world, "own word") == (400, "content_filter")
         await runner.cleanup()
         assert await chat(world, "good") == outcome
+
+
+async def test_a_vendors_no_is_heard_whatever_else_it_says(router_redis_url: str, tmp_path: Path) -> None:
+    """Fields of other types than the contract's are no failure, which `on_failure` would take for a yes."""
+    async with fabric(router_redis_url, tmp_path, "allow") as (world, vendor, _):
+        vendor.fault = "drift"
+        assert await chat(world, "good") == (400, "content_filter")
+
+
+async def test_a_rule_that_was_not_applied_is_not_named(router_redis_url: str, tmp_path: Path) -> None:
+    """A text that a failing vendor lets through was not judged by it, and its answer must not say so."""
+    async with fabric(router_redis_url, tmp_path, "allow") as (world, vendor, _), aiohttp.ClientSession() as http:
+        for fault, rules in (("", "own, vendor"), ("garble", "own")):
+            vendor.fault = fault
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "good"}], "guardrails": ["own"]}
+            async with http.post(f"{world.url}/v1/chat/completions", json=body) as response:
+                assert (response.status, response.headers["x-kvloom-safety"]) == (200, rules)
 
 
 async def test_a_vendor_that_is_only_watched(router_redis_url: str, tmp_path: Path) -> None:

@@ -13,17 +13,20 @@ import pytest_asyncio
 from orchestrator.database.schema import items, objects
 from orchestrator.store.expiry import delete_expired
 from tests.fakes.fake_router_link import answer
-from tests.fakes.state_world import StateWorld, state_world
+from tests.fakes.state_world import StateWorld, state_world_on
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
 
 DAY = 86_400.0
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
-    folder = tmp_path_factory.mktemp("history")
-    async with state_world(f"sqlite:///{folder}/state.db", folder) as started:
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.long])],
+)
+async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
+    async with state_world_on(request, tmp_path_factory) as started:
         started.edge.link.script = answer("Hello", " you")
         yield started
 
@@ -162,6 +165,7 @@ async def test_feedback_is_given_changed_listed_and_deleted(world: StateWorld) -
 async def test_exports_are_lines_of_json(world: StateWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is stored of a conversation, or of a response with its feedback."""
     monkeypatch.setattr("orchestrator.api.exports.PAGE", 2)
+    monkeypatch.setattr("orchestrator.api.exports.PIECE_BYTES", 100)
     talks = [await talk(world, f"question {number}") for number in range(3)]
     await world.client.responses.create(model="tiny", input="and now?", conversation=talks[0])
     _, [line] = await asked(world, "GET", f"/conversations/{talks[0]}/export")

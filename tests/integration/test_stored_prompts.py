@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes.fake_router_link import answer
-from tests.fakes.state_world import StateWorld, state_world
+from tests.fakes.state_world import StateWorld, state_world_on
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
@@ -24,10 +24,13 @@ TEMPLATE: dict[str, Any] = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
-    folder = tmp_path_factory.mktemp("prompts")
-    async with state_world(f"sqlite:///{folder}/state.db", folder) as started:
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.long])],
+)
+async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
+    async with state_world_on(request, tmp_path_factory) as started:
         started.edge.link.script = answer("Bonjour")
         yield started
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.store.expiry import delete_expired, delete_orphans
-from tests.fakes.state_world import StateWorld, state_world
+from tests.fakes.state_world import StateWorld, state_world_on
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
 
@@ -21,10 +21,13 @@ MAX_BYTES = 3 * 2**20
 HOUR = 3600.0
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
-    folder = tmp_path_factory.mktemp("uploads")
-    async with state_world(f"sqlite:///{folder}/state.db", folder, max_file_bytes=MAX_BYTES, max_files=4) as started:
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.long])],
+)
+async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
+    async with state_world_on(request, tmp_path_factory, max_file_bytes=MAX_BYTES, max_files=4) as started:
         yield started
 
 

@@ -277,9 +277,15 @@ async def test_without_an_encoder_the_error_names_the_field(world: StateWorld) -
     client = world.client
     tiny = next(info for info in world.edge.link.fleet.models if info.name == "tiny")
     world.edge.link.tell(FleetState(models=[tiny]))
+    assert await refused(client.vector_stores.create()) == (503, "embedding_model"), "its shards may be starting"
+    chatty = encoder_info()
+    chatty.capabilities.append("generate")
+    world.edge.link.tell(FleetState(models=[tiny, chatty]))
     with pytest.raises(openai.BadRequestError, match="serves no encoder") as caught:
         await client.vector_stores.create()
     assert caught.value.body["param"] == "embedding_model"  # pyright: ignore
+    named = await client.vector_stores.create(extra_body={"embedding_model": ENCODER})
+    assert named.embedding_model == ENCODER  # pyright: ignore
     assert await refused(client.vector_stores.create(extra_body={"embedding_model": "none"})) == (
         404,
         "embedding_model",

@@ -15,7 +15,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.text.json_escapes import unescaped
-from safety_svc.folding import fold
+from safety_svc.folding import fold, letters_of
 from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -27,6 +27,7 @@ category = "weapons"
 message = "No such codes."
 phrases = ["launch code", "launch-code"]
 confusables = true
+spaced = true
 """
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
@@ -34,10 +35,12 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {"q": "%s"}}\n</tool_call>'
 WRITTEN = {
     "text": "so the launch code is",
     "look-alikes": "so the l\u0430unch c0de is",
+    "spaced": "so the l.a.u.n.c.h  c o d e is",
     "reasoning": "<think>so the launch code is</think>ok",
     "arguments": CALL % ("f", "launch code"),
     "escaped arguments": CALL % ("f", r"launch\ncode"),
     "spelled arguments": CALL % ("f", r"so \u006caunch\u0020code"),
+    "spaced arguments": CALL % ("f", r"l\na\nu\nn\nc\nh\nc\no\nd\ne"),
     "name": CALL % ("launch-code", "x"),
 }
 STOPPED = "so the launch "
@@ -105,7 +108,7 @@ def shown(body: str) -> Iterator[str]:
 
 def is_forbidden(text: str) -> bool:
     read = fold(unescaped(text).replace("\u0430", "a").replace("0", "o"))[0]
-    return "launch code" in read or "launch-code" in read
+    return "launchcode" in letters_of(read)[0]
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvloom.v1.safety_service_pb2 import PolicyState, ScreenResponse
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
-from safety_svc.folding import fold
+from safety_svc.folding import fold, is_letter
 from safety_svc.look_alikes import fold_look_alikes
 from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
 from safety_svc.prefilter import MAX_BEGINNINGS, answer_prefilter
@@ -31,13 +31,16 @@ deltas_of = st.lists(texts.filter(bool) | st.sampled_from("aAbB -"), max_size=10
 
 
 @st.composite
-def rule_sets(draw: st.DrawFn) -> RuleSet:
+def rule_sets(draw: st.DrawFn, *, only_words: bool = False) -> RuleSet:
     phrases: list[Phrase] = []
     for text in draw(st.lists(words, max_size=4)):
         is_look_alike = draw(st.booleans())
         folded = (fold_look_alikes if is_look_alike else fold)(text)[0].strip()
+        is_spaced = draw(st.booleans())
+        if is_spaced:
+            folded = "".join(filter(is_letter, folded))
         if folded:
-            phrases.append(Phrase(RULE, folded, draw(st.booleans()), is_look_alike=is_look_alike))
+            phrases.append(Phrase(RULE, folded, only_words or draw(st.booleans()), is_look_alike, is_spaced))
     patterns = [
         Pattern(RULE, re2.compile(f"{draw(anchors)}{prefix}[bc]{{1,2}}"), (prefix,), 6)
         for prefix in draw(st.lists(prefixes, max_size=2))
@@ -125,8 +128,20 @@ def screen_fully(rules: RuleSet, deltas: list[str]) -> tuple[list[int], int, boo
 @example(RuleSet([Phrase(RULE, "ab", True)], []), ["x\\", "n", "ab", " "])
 @example(RuleSet([Phrase(RULE, "lb", True, is_look_alike=True)], []), ["x ", "1", "b", " "])
 @example(RuleSet([Phrase(RULE, "na", False, is_look_alike=True)], []), ["x", "m", "a"])
+@example(RuleSet([Phrase(RULE, "abc", True, is_spaced=True)], []), ["x", "A-", "- b", ".", "c "])
+@example(RuleSet([Phrase(RULE, "rnl", True, is_look_alike=True, is_spaced=True)], []), ["x ", "M", " -1", " "])
 def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet, deltas: list[str]):
     """After every delta the same characters are clear, and the same answers are halted at the same place."""
+    assert screen(rules, deltas, []) == screen_fully(rules, deltas)
+
+
+@settings(max_examples=num_examples(300), deadline=None)
+@given(rule_sets(only_words=True), deltas_of)
+@example(RuleSet([Phrase(RULE, each, True) for each in ("abc", "bc", "c", "fi-")], []), ["xab", "c", " a", "bc "])
+@example(RuleSet([Phrase(RULE, each, True) for each in ("abc", "-bc", "c", "b c")], []), ["a-", "bc", "b\\n", "c"])
+@example(RuleSet([Phrase(RULE, "ab", True, is_spaced=True)], []), ["_", "a", "_b", "c"])
+def test_words_are_prefiltered_as_exactly(rules: RuleSet, deltas: list[str]):
+    """Where all phrases are whole words, the middle of a word is no beginning of one."""
     assert screen(rules, deltas, []) == screen_fully(rules, deltas)
 
 
@@ -147,11 +162,22 @@ def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str]
 
 def test_a_long_deny_list_has_shorter_beginnings():
     """The prefilter's size is bounded however long the list is."""
-    phrases = [Phrase(RULE, f"{i:06x}", True) for i in range(5000)]
+    phrases = [Phrase(RULE, f"{i:05}"[::-1], True) for i in range(10_000)]
     announced = answer_prefilter(RuleSet([Phrase(RULE, "zebra", True), *phrases], []))
     assert announced is not None
-    assert len(announced.folded_beginnings) <= MAX_BEGINNINGS
+    assert MAX_BEGINNINGS // 64 < len(announced.folded_beginnings) <= MAX_BEGINNINGS
     assert any("zebra".startswith(beginning) for beginning in announced.folded_beginnings)
+
+
+def test_most_words_pass():
+    """A token that ends with the first letter of a phrase is not sent, unless the letter begins a word."""
+    phrases = [Phrase(RULE, text, True) for text in ("north wind", "ration card", "$100")]
+    filtered = Prefilter.from_policy(PolicyState(answer_prefilter=answer_prefilter(RuleSet(phrases, []))))
+    assert filtered is not None
+    for token in (" station", " operation", " her", " cannot", " 9", "on", " nation"):
+        assert not filtered.is_suspicious(token)
+    for token in (" n", "r", " (nor", " rat", " a$", " Norton"):
+        assert filtered.is_suspicious(token)
 
 
 def test_a_pattern_that_can_begin_anywhere_rules_the_prefilter_out():

@@ -28,6 +28,8 @@ def filter_of(rules: RuleSet) -> PromptFilter | None:
 @example(rules=RuleSet([Phrase(RULE, "\uac00", False)], []), text="\u1100\u1161")
 @example(rules=RuleSet([Phrase(RULE, "a b", True)], []), text="a\\nb")
 @example(rules=RuleSet([Phrase(RULE, "lrn", True, is_look_alike=True)], []), text="1m")
+@example(rules=RuleSet([Phrase(RULE, "abc", True, is_spaced=True)], []), text="x A-b . C")
+@example(rules=RuleSet([Phrase(RULE, "rnl", True, is_look_alike=True, is_spaced=True)], []), text="M-1")
 @example(rules=RuleSet([], [Pattern(RULE, re2.compile("éb"), ("é",), 6)]), text="aéb")
 @example(rules=RuleSet([], [Pattern(RULE, re2.compile("a"), (), 6)]), text="a")
 @example(rules=RuleSet([], [Pattern(RULE, re2.compile(".b"), ("a", "x", "-", "é"), 6)]), text="a b")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import random
 import re
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safety_svc.folding import fold, is_word
+from kvloom.v1.safety_service_pb2 import ScreenRequest, ScreenResponse
+from safety_svc.connection import ScreenConnection
+from safety_svc.folding import fold, is_letter, is_word
+from safety_svc.guardrails import Guardrails
 from safety_svc.look_alikes import fold_look_alikes
 from safety_svc.policy import RuleSet, load_policy
+from safety_svc.policy_file import PolicyFile
 from safety_svc.screen import AnswerScreener, check_prompt
 from tests.examples import num_examples
 
@@ -31,6 +40,18 @@ whole_words = false
 name = "looks"
 phrases = ["la b", "rnk"]
 confusables = true
+
+[[rules]]
+name = "spaced"
+phrases = ["bakk", "li m"]
+confusables = true
+spaced = true
+
+[[rules]]
+name = "spaced-parts"
+phrases = ["kéb"]
+spaced = true
+whole_words = false
 
 [[rules]]
 name = "anywhere"
@@ -53,8 +74,13 @@ WORDS = [
     ("k k", False),
     ("la b", True),
     ("rnk", True),
+    ("bakk", True),
+    ("li m", True),
+    ("ke\u0301b", False),
 ]
-LOOK_ALIKES = [("la b", True), ("rnk", True)]
+LOOK_ALIKES = [("la b", True), ("rnk", True), ("bakk", True), ("ll rn", True)]
+SPACED = [("bakk", True), ("lim", True), ("ke\u0301b", False)]
+SPACED_LOOK_ALIKES = [("bakk", True), ("llrn", True)]
 
 FRAGMENTS = [
     *"abAB! k3é\u0301ß\u200b\n1lImа\\nu0",
@@ -68,6 +94,10 @@ FRAGMENTS = [
     "k3333",
     "ab!a",
     "b3",
+    "b.a k-",
+    " - ",
+    "k",
+    "_l\u200b.i",
     "a  b",
     "aS",
 ]
@@ -88,6 +118,9 @@ def first_forbidden(rules: RuleSet, text: str) -> int | None:
         for words, fold_as in ((WORDS, fold), (LOOK_ALIKES, fold_look_alikes)):
             folded, offsets = fold_as(read)
             starts += [read_offsets[offsets[start]] for start in phrase_starts(words, folded)]
+        for words, fold_as in ((SPACED, fold), (SPACED_LOOK_ALIKES, fold_look_alikes)):
+            folded, offsets = fold_as(read)
+            starts += [read_offsets[offsets[start]] for start in spaced_starts(words, folded)]
     return min(starts, default=None)
 
 
@@ -122,14 +155,40 @@ def phrase_starts(words: list[tuple[str, bool]], folded: str) -> list[int]:
     return starts
 
 
+def spaced_starts(words: list[tuple[str, bool]], folded: str) -> list[int]:
+    """Return where phrases begin between whose letters up to three other characters stand."""
+    starts: list[int] = []
+    for phrase, whole in words:
+        for start in range(len(folded)):
+            end = start
+            for number, letter in enumerate(phrase):
+                gap = 0
+                while number and end < len(folded) and not is_letter(folded[end]):
+                    gap, end = gap + 1, end + 1
+                if gap > 3 or end == len(folded) or folded[end] != letter:
+                    break
+                end += 1
+            else:
+                inside = start > 0 and is_letter(folded[start - 1])
+                inside |= end < len(folded) and is_letter(folded[end])
+                if not (whole and inside):
+                    starts.append(start)
+    return starts
+
+
+def pieces_of(text: str, at: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in at)})
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+
+
 def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
     """Return num_clear_chars after every push and after the close, and whether the answer was halted."""
     screener = AnswerScreener(rules)
     clear: list[int] = []
     pushed = 0
-    for a, b in itertools.pairwise(sorted({0, len(text), *(cut % (len(text) + 1) for cut in at)})):
-        screener.push(text[a:b])
-        pushed = b
+    for piece in pieces_of(text, at):
+        screener.push(piece)
+        pushed += len(piece)
         clear.append(screener.num_clear_chars)
         assert clear[-1] <= pushed
         if screener.hit is not None:
@@ -172,6 +231,71 @@ def test_one_character_at_a_time(tmp_path_factory) -> None:
         assert clear[-1] == len(text) if forbidden is None else clear[-1] <= forbidden
 
     law()
+
+
+@pytest.mark.parametrize(("spaced", "most"), [("false", 5), ("true", 4 * 4)])
+def test_what_is_withheld_is_bounded(tmp_path_factory, spaced: str, most: int) -> None:
+    """By the phrase's length, and by four times its letters where they may be spaced out, as docs/operate/safety.md
+    says: as characters are compared, in which white space is one and an invisible character none."""
+    path: Path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(f'[[rules]]\nname = "r"\nphrases = ["ba kk"]\nwhole_words = false\nspaced = {spaced}\n')
+    rule_set = load_policy(path).answer
+
+    @given(st.lists(st.sampled_from(["b", "a", "k", " ", ".", "-", "_", "\u200b", "  \n", "b..a", "k"])).map("".join))
+    @settings(max_examples=num_examples(200), deadline=None)
+    def law(text: str) -> None:
+        screener = AnswerScreener(rule_set)
+        for end in range(1, len(text) + 1):
+            screener.push(text[end - 1])
+            if screener.hit is not None:
+                return
+            assert len(fold(text[screener.num_clear_chars : end])[0]) <= most
+
+    law()
+
+
+class Frames:
+    """The stream of a router whose frames are known beforehand. It keeps what is written."""
+
+    def __init__(self, frames: Sequence[ScreenRequest]) -> None:
+        self._frames = deque(frames)
+        self.written: list[ScreenResponse] = []
+
+    async def read(self) -> ScreenRequest | None:
+        return self._frames.popleft() if self._frames else None
+
+    async def write(self, response: ScreenResponse) -> None:
+        self.written.append(response)
+
+
+@given(st.lists(st.tuples(texts, cuts), min_size=2, max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=num_examples(60), deadline=None)
+def test_answers_of_one_request_are_judged_apart(
+    tmp_path_factory, answers: list[tuple[str, list[int]]], draw: random.Random
+) -> None:
+    """With n > 1, the pieces of several answers come in any order, some in one frame. Each answer is shown and halted
+    as if it were alone, one in the other's words or not."""
+    path: Path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(POLICY)
+    policy_file = PolicyFile(str(path))
+    waiting = {slot: pieces_of(text, at) for slot, (text, at) in enumerate(answers)}
+    frames: list[ScreenRequest] = []
+    while any(waiting.values()):
+        slots = draw.sample([slot for slot, pieces in waiting.items() if pieces], 1)
+        slots += [slot for slot, pieces in waiting.items() if pieces and slot not in slots and draw.random() < 0.5]
+        frames.append(ScreenRequest(slots=slots, deltas=[waiting[slot].pop(0) for slot in slots]))
+    frames.append(ScreenRequest(close_slots=list(range(len(answers)))))
+    stream = Frames(frames)
+    asyncio.run(ScreenConnection(policy_file, cast("Any", stream), lambda _: None, Guardrails()).serve())
+    shown, halted = dict.fromkeys(range(len(answers)), 0), set[int]()
+    for response in stream.written:
+        shown |= dict(zip(response.slots, response.num_clear_chars, strict=True))
+        shown |= {halt.slot: halt.num_clear_chars for halt in response.halts}
+        halted |= {halt.slot for halt in response.halts}
+    for slot, (text, at) in enumerate(answers):
+        clear, is_halted = screen(policy_file.current.answer, text, at)
+        assert is_halted == (slot in halted)
+        assert shown[slot] == clear[-1] if is_halted else shown[slot] <= len(text)
 
 
 @given(texts, cuts)

@@ -11,7 +11,7 @@ import msgspec
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
 from kvloom_common.delivery_log import WitnessLine
 from kvloom_common.tenancy.answer_runs import AnswerRun, last_runs
-from kvloom_common.tenancy.usage_record import TIER_SHADOW
+from kvloom_common.tenancy.usage_record import OWN_TIERS
 
 MAX_NAMED: Final = 20
 """How many answers a report names."""
@@ -52,7 +52,7 @@ def reconcile(metered: Iterable[MeteredAnswer], witnessed: Iterable[WitnessLine]
     tokens: dict[_Name, int] = {}
     prompts: dict[_Name, int] = {}
     for answer in metered:
-        if answer.tenant.startswith(f"{TIER_SHADOW}:"):
+        if answer.tenant.partition(":")[0] in OWN_TIERS:
             continue  # a router's own, which is delivered to nobody
         found.num_metered += 1
         name = answer.request_id, answer.answer_id

@@ -247,8 +247,8 @@ def decode_stored(
         raise invalid_argument("background_options goes only with background: true.", "background_options")
     if body.has_time and body.stream:
         raise invalid_argument("stream goes only with the completion_window soonest.", "stream")
-    if body.background and body.context_management:
-        raise Refused(why=" with background: true. Compact the conversation before").error("context_management")
+    if body.background and body.context_management and body.prompt is not None:
+        raise Refused(why=" with background: true and a prompt").error("context_management")
     return _checked(body, max_items)
 
 

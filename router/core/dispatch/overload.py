@@ -19,7 +19,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.events import SHADOW_CLIENT_ID, Request, class_of
+from router.core.events import JUDGE_TIER, OWN_CLIENT_IDS, Request, class_of
 from router.core.live import LiveRequest
 from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.rule_settings import OverloadSettings
@@ -118,7 +118,7 @@ class _Model:
     def learn(self, ended: RequestEnded) -> None:
         """Learn from an answer that came to its own end. An embedding says nothing about answers, and neither does a
         prompt that is only scored."""
-        if ended.ttft_seconds is None or ended.max_tokens == 0 or ended.client_id == SHADOW_CLIENT_ID:
+        if ended.ttft_seconds is None or ended.max_tokens == 0 or ended.client_id in OWN_CLIENT_IDS:
             return
         self.prefill_seconds = _smoothed(self.prefill_seconds, ended.ttft_seconds - ended.queue_time_seconds)
         num_tokens = ended.num_output_tokens / ended.num_choices
@@ -183,7 +183,7 @@ class OverloadGuard:
 
     def refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
         """The reason why the request would wait in vain; None when it would not, or when that is not known."""
-        if not self._config.sheds_load_early:
+        if not self._config.sheds_load_early or request.tier is JUDGE_TIER:  # what waits for it was admitted
             return None
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
@@ -222,7 +222,7 @@ class OverloadGuard:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
         limit = live.priority_class.max_queue_seconds
         latest = min(deadline, now + (self._max_queue_seconds if limit is None else limit))
-        if self._config.sheds_load_early:
+        if self._config.sheds_load_early and live.request.tier is not JUDGE_TIER:
             measured = self._models.get(live.request.model)
             if measured is not None:
                 latest = min(latest, deadline - measured.service_seconds(live.request.max_tokens))

@@ -9,7 +9,7 @@ from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
-from router.core.events import Request, ShardDescription
+from router.core.events import JUDGE_TIER, Request, ShardDescription
 from router.core.fleet.fleet import Fleet
 from router.core.live import LiveRequest, StreamClient
 
@@ -21,7 +21,7 @@ MAX_BATCH: Final = 2**16
 
 def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     """The reason why the present fleet cannot serve `request`; None when it can."""
-    if fleet.is_draining:
+    if fleet.is_draining and request.tier is not JUDGE_TIER:  # a request that runs may wait for it
         return draining(request.request_id)
     if not fleet.knows(request.model):
         return _model_not_found(unknown_name(request.model, fleet.adapters()))

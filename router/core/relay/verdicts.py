@@ -9,7 +9,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
 from router.core.dispatch.refusals import SERVICE_AWAY, safety_unavailable
-from router.core.events import SHADOW_TIER, AnswersScreened, PromptVerdict
+from router.core.events import JUDGE_TIER, SHADOW_TIER, AnswersScreened, PromptVerdict
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.screening import Screening
@@ -48,7 +48,7 @@ class Verdicts:
     def begin(self, live: LiveRequest) -> None:
         """Have the prompt checked, and arrange for the answers to be screened."""
         screening = self._screening
-        if live.request.tier is SHADOW_TIER:
+        if live.request.tier is SHADOW_TIER or live.request.tier is JUDGE_TIER:
             return
         if self._waits_until is not None:
             self._begin_waiting(live)
@@ -93,8 +93,13 @@ class Verdicts:
         """Halts are handled first: text that they forbid must not be sent with text that the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
             raise protocol_violation("A screening frame's arrays do not fit together.")
-        self._lifecycle.leave_fast_paths()
         screening, settle = self._screening, self._lifecycle.settle
+        verdicts = [(halt.slot, halt.num_clear_chars) for halt in answers.halts]
+        for slot, num_clear_chars in (*verdicts, *zip(answers.slots, answers.num_clear_chars, strict=True)):
+            choice = screening.choice(slot)
+            if choice is not None and num_clear_chars > _num_screened_chars(choice):
+                raise protocol_violation("A screening frame clears text that does not exist.")
+        self._lifecycle.leave_fast_paths()
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
             if choice is not None and halt.rule_failed:
@@ -198,6 +203,12 @@ class Verdicts:
 
 def _is_being_screened(choice: Choice) -> bool:
     return choice.is_screened and not choice.is_done
+
+
+def _num_screened_chars(choice: Choice) -> int:
+    """All that the service can have judged: the answer's text, and the stop string that has ended it."""
+    finish = None if choice.withheld is None else choice.withheld.finish
+    return choice.num_chars + (0 if finish is None else len(finish.stop_string))
 
 
 def _content_filtered(message: str) -> KvloomError:

@@ -13,7 +13,7 @@ from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState, RateState
 from kvloom_common.tenancy.prices import FREE, Price
 from kvloom_common.tenancy.table import TenantTable
-from router.core.events import SHADOW_TIER, LeasesGranted, Request, TierRank
+from router.core.events import JUDGE_TIER, SHADOW_TIER, LeasesGranted, Request, TierRank
 from router.core.expected_output import ExpectedOutput
 from router.core.lease_messages import LeaseKind, LeaseWant, LimitCount
 from router.core.tenancy.accounts import AccountTable, Lease
@@ -64,7 +64,7 @@ class Limiter:
     ) -> RequestCharge | KvloomError | None:
         """Returns what the request would take, of which nothing is taken yet; None: it has no limits. `window_of` gives
         the largest window that a request for a model could have."""
-        if request.tier is SHADOW_TIER:
+        if request.tier is SHADOW_TIER or request.tier is JUDGE_TIER:
             return None
         plan = self._plans.of(request.key_id, request.tenant, self.table(), now)
         if plan is None:

@@ -21,7 +21,7 @@ from kvloom_common.config import ShadowConfig, with_constants
 from kvloom_common.discovery.records import RolloutRecord
 from kvloom_common.models.served_model import ServedModel
 from router.core.actions import FleetChanged, RequestEnded
-from router.core.events import SHADOW_CLIENT_ID, Request, RequestArrived, SlotsCancelled
+from router.core.events import OWN_CLIENT_IDS, SHADOW_CLIENT_ID, Request, RequestArrived, SlotsCancelled
 from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Finish, Step
 from router.core.placement.plan import PlacementPlan
@@ -152,7 +152,7 @@ class ShadowTraffic:
     def arrived(self, event: RequestArrived) -> Request:
         request = event.request
         pairs = self._by_model.get(request.model)
-        if pairs is None or event.cached or request.client_id == SHADOW_CLIENT_ID or request.pooling is not None:
+        if pairs is None or event.cached or request.client_id in OWN_CLIENT_IDS or request.pooling is not None:
             return request
         wanted = [pair for pair in pairs if is_sampled(request.request_id, pair.config)]
         able = [pair for pair in wanted if self._can_compare(request, pair)]

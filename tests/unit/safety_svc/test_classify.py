@@ -23,6 +23,7 @@ name = "bombs"
 applies_to = ["answer"]
 category = "weapons"
 phrases = ["bomb"]
+spaced = true
 
 [[rules]]
 name = "key"
@@ -45,6 +46,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> SafetyPolicy:
         ("a launch coder", set()),
         ("the \uff2cAUNCH   code", {"weapons"}),
         ("bomb", {"weapons"}),
+        ("b.o m - b", {"weapons"}),
         ("launch code and AKIA12AB", {"weapons", "key"}),
     ],
 )
@@ -59,6 +61,8 @@ async def test_phrases_across_slices(policy: SafetyPolicy, at: int) -> None:
     """Long texts are searched in slices; what lies across two of them is found all the same."""
     text = "x" * (at - 1) + " " * (at > 0) + "launch code" + " y" * CHARS_PER_SLICE
     assert await broken_categories(policy, text) == {"weapons"}
+    spaced = "x" * (at - 1) + " " * (at > 0) + "b-o..m b" + " y" * CHARS_PER_SLICE
+    assert await broken_categories(policy, spaced) == {"weapons"}
 
 
 @given(st.text("launchcode bmAKI1Z.\u0301\u200b", max_size=80))

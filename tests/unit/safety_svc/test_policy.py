@@ -33,6 +33,7 @@ def rule(**fields: object) -> str:
         (rule(phrases=["a"], applies_to=["answers"]), r"answers"),
         (rule(phrases=["a"], applies_to=[]), r"applies_to"),
         (rule(phrases=["   "]), r"rule 'r': the phrase .* is empty"),
+        (rule(phrases=["C++"], spaced=True), r"rule 'r': the phrase 'C\+\+' has too few letters"),
         (rule(patterns=["a(b"]), r"rule 'r': pattern 'a\(b': missing"),
         (rule(patterns=["(a)\\1"]).replace("\\\\", "\\"), r"rule 'r': pattern .* invalid escape"),
         (rule(patterns=["a*"]), r"matches the empty text"),
@@ -80,6 +81,33 @@ def test_spellings_that_look_the_same_are_found(tmp_path: Path, text: str) -> No
 def test_other_words_are_not(tmp_path: Path, text: str) -> None:
     """A deny list that hits ordinary words would be switched off."""
     policy = load_policy(write(tmp_path, rule(phrases=["launch code"])))
+    assert check_prompt(policy.prompt, text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "l a u n c h  c o d e",
+        "l.a.u.n.c.h.c.o.d.e",
+        "the L-A-U-N-C-H / C-O-D-E, please",
+        "l\u200b a\u00ad u\ufe0f n c h code",
+        "ｌ　ａ　ｕ　ｎ　ｃ　ｈ　ｃ　ｏ　ｄ　ｅ",
+        "la_unch...code",
+        "launchcode",
+        "l а u n c h c 0 d e",
+    ],
+)
+def test_spaced_out_letters_are_found_where_the_rule_says_so(tmp_path: Path, text: str) -> None:
+    """What stands between the letters does not hide a phrase, together with the other tricks."""
+    for more in ({}, {"spaced": True, "confusables": True}):
+        policy = load_policy(write(tmp_path, rule(phrases=["launch code"], **more)))
+        assert (check_prompt(policy.prompt, text) is not None) == bool(more)
+
+
+@pytest.mark.parametrize("text", ["prelaunch-code", "l.a.u.n.c.h.c.o.d", "l....aunch code", "launch codec"])
+def test_other_letters_are_not(tmp_path: Path, text: str) -> None:
+    """A passage has all letters, no more than three characters between them, and is no part of a longer word."""
+    policy = load_policy(write(tmp_path, rule(phrases=["launch code"], spaced=True)))
     assert check_prompt(policy.prompt, text) is None
 
 

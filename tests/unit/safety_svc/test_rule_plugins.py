@@ -112,7 +112,7 @@ def test_a_passage_without_its_prefix_is_a_failure(plugin_site: PluginSite) -> N
     [
         (
             RULE.replace("acme", "acne"),
-            r"rule 'r': There is no kind of safety rule named 'acne'.*acme, guardrail, pii, text",
+            r"rule 'r': There is no kind of safety rule named 'acne'.*acme, guardrail, judge, pii, text",
         ),
         (RULE + "max_length = 5000\n", r"rule 'r': max_length of the kind 'acme' is not a number from 1 to 4096"),
         (RULE + "max_length = 2\nprefixes = ['abc']\n", r"rule 'r': prefixes must have 1 to 2"),

@@ -45,6 +45,7 @@ COLUMNS: Final[Columns] = {
 _RIGHTS: Final = {
     "inference": "use models",
     "usage": "read its project's usage",
+    "guardrails": "have texts judged by the safety policy",
     "admin": "administer its organisation",
 }
 """Says what each scope is for."""

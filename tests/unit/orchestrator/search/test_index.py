@@ -41,6 +41,16 @@ class Store:
         added = {name: one[2] for name, one in self.files.items() if known.get(name) != one[0]}
         self.index.update(self.revision, kept, added)
 
+    def complete(self) -> None:
+        """Does what is done beside the searches of a large store."""
+        snapshot = self.index.snapshot()
+        if self.index.lacks_words:
+            self.index.adopt_words(index_module.ranked_words(snapshot))
+        if self.index.lacks_graph:
+            graph = index_module.empty_graph(DIMENSIONS)
+            graph.add(snapshot.numbers, snapshot.vectors)
+            self.index.adopt_graph(graph, snapshot.numbers)
+
     def nearest(self, query: bytes, most: int) -> list[int]:
         vector = np.frombuffer(query, "<f4")
         chunks = [chunk for _, _, chunks in self.files.values() for chunk in chunks]
@@ -64,6 +74,8 @@ def test_vectors_are_found_after_files_have_come_and_gone(monkeypatch: pytest.Mo
     for number in range(8):
         store.put(f"f{number}", [f"text {number} {place}" for place in range(10)])
     store.bring_up_to_date()
+    store.complete()
+    assert not store.index.lacks_graph
     for name in ("f1", "f5"):
         del store.files[name]
     store.put("f2", ["another text"] * 5)
@@ -88,6 +100,33 @@ def test_words_are_found_and_rare_ones_count_more() -> None:
     store.bring_up_to_date()
     assert store.index.by_words("Jacquard", 5, None) == []
     assert [number for number, _ in store.index.by_words("river", 5, None)] == [2]
+
+
+def test_a_large_store_is_searched_while_its_words_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking them anew takes seconds, and no search waits for it. What is new is found by vectors meanwhile, and what
+    may not be found any more is not."""
+    monkeypatch.setattr(index_module, "PROMPT_CHUNKS", 0)
+    store = Store()
+    store.put("a", ["a loom"], {"year": 1})
+    store.put("b", ["a loom"], {"year": 1})
+    store.bring_up_to_date()
+    assert store.index.by_words("loom", 3, None) == []
+    store.complete()
+    assert [number for number, _ in store.index.by_words("loom", 3, None)] == [1, 2]
+    store.put("c", ["a loom and a shuttle"], {"year": 2})
+    _, _, chunks = store.files["b"]
+    store.revision += 1
+    store.files["b"] = store.revision, b'{"attributes":{"year":2}}', chunks
+    del store.files["a"]
+    store.bring_up_to_date()
+    assert store.index.lacks_words
+    assert store.index.by_words("shuttle", 3, None) == []
+    assert [number for number, _ in store.index.by_words("loom", 3, None)] == [2]
+    first_year = store.index.allowed({"type": "eq", "key": "year", "value": 1})
+    assert store.index.by_words("loom", 3, first_year) == []
+    assert {number for number, _ in store.index.by_vector(some_vector(), 3, None)} == {2, 3}
+    store.complete()
+    assert [number for number, _ in store.index.by_words("shuttle", 3, None)] == [3]
 
 
 def test_filters_leave_out_files() -> None:

@@ -3,8 +3,11 @@ effect."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, CheckPrompt, RequestEnded, ScreenAnswers, SendStep, SubmitAttempt
@@ -194,7 +197,7 @@ def test_async_shows_at_once_and_halts() -> None:
 
 
 @pytest.mark.parametrize(("config", "screens_answers"), [({"answer_mode": "off"}, True), ({}, False)])
-def test_answers_are_not_screened_without_a_rule_or_mode(config: dict[str, str], screens_answers: bool) -> None:
+def test_answers_are_not_screened_without_a_rule_or_mode(config: dict[str, Any], screens_answers: bool) -> None:
     """Without a rule or a mode for answers, screening costs nothing."""
     rig = CoreRig(safety=(True, screens_answers), **config)
     rig.add_shard()
@@ -262,6 +265,19 @@ def test_failover_behind_held_text() -> None:
     assert (choice.output_token_ids, choice.num_delivered_chars) == ((1,), 2)
     assert only(rig.step("s1", (choice.slot, [2], "cd")), ScreenAnswers).slots == [screening_slot]
     assert sent(rig.handle(AnswersScreened([screening_slot], [4]))).deltas == ["abcd"]
+
+
+@pytest.mark.parametrize("is_halt", [True, False])
+def test_text_that_does_not_exist_cannot_be_cleared(is_halt: bool) -> None:
+    """A garbled verdict must not clear what the model writes next: nothing changes, and the stream is to be broken."""
+    rig, shard_id, slot = gated()
+    [screening_slot] = only(rig.start(shard_id, slot, 1, "abc"), ScreenAnswers).slots
+    halts = [AnswerHalt(screening_slot, 4, "no")] if is_halt else []
+    slots = [] if is_halt else [screening_slot]
+    with pytest.raises(KvloomError, match="does not exist"):
+        rig.handle(AnswersScreened(slots, [4] * len(slots), halts))
+    assert not has(rig.step(shard_id, (slot, [2], "de")), SendStep)
+    assert sent(rig.handle(AnswersScreened([screening_slot], [5]))).deltas == ["abcde"]
 
 
 def test_verdicts_for_ended_requests_are_ignored() -> None:
