@@ -1,5 +1,6 @@
 """In which order, and in which process of pytest-xdist, tests run: what takes longest begins first, so that all
-processes end together."""
+processes end together; and fabrics, whose many processes take the cores from one another, run one after another as far
+as that goes, beside other tests."""
 
 from __future__ import annotations
 
@@ -30,10 +31,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndGrou
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A whole file or group at a time; all processes of pytest-xdist must agree on the order."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        seconds = seconds_by_group(items)
-        items.sort(key=lambda item: (-seconds[group_of(item)], group_of(item)))
+        begins = begin_of_groups(items)
+        items.sort(key=lambda item: (begins[group_of(item)], group_of(item)))
         for item in items:
             _name_group(item)
+
+
+def begin_of_groups(items: list[pytest.Item]) -> dict[str, float]:
+    """After which share of the whole run a group begins. Groups with fabrics are one sequence, all others another."""
+    seconds = seconds_by_group(items)
+    with_fabrics = {group_of(item) for item in items if "/e2e/" in _file_of(item)}
+    begins: dict[str, float] = {}
+    for groups in (with_fabrics, seconds.keys() - with_fabrics):
+        own_seconds = sum(seconds[group] for group in groups)
+        before = 0.0
+        for group in sorted(groups, key=lambda group: (-seconds[group], group)):
+            begins[group] = before / own_seconds if own_seconds else 0.0
+            before += seconds[group]
+    return begins
 
 
 def seconds_by_group(items: list[pytest.Item]) -> dict[str, float]:

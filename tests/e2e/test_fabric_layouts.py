@@ -32,7 +32,9 @@ ASKING: Final[Sequence[Sequence[str]]] = (
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.long] * (name == "colocated"))])
+        pytest.param(
+            name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.long] * (name in ("sim", "colocated")))]
+        )
         for name in LAYOUTS
     ]
 )

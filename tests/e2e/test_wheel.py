@@ -312,6 +312,7 @@ def test_each_wheel_has_one_name_and_nothing_that_belongs_to_the_repository(whee
     assert "kvloom/v1/router_service_pb2.pyi" in names
 
 
+@pytest.mark.long  # a matter of releases
 def test_the_source_distributions_make_the_same_wheels(source: Path, wheels: Wheels, tmp_path: Path) -> None:
     """Who installs from source gets no less."""
     for project, wheel in ((source, wheels.sdk), (source / "fabric", wheels.fabric)):

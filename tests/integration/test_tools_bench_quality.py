@@ -13,6 +13,7 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from tools.bench.engine import quality
 from tools.bench.engine.quality import measure_quality, quality_table
+from tools.models.shallow import write_shallow_model
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,13 @@ def test_formats_are_close_to_float64_and_not_the_same(model_dir: Path, max_seco
     assert "int8      auto         perplexity" in quality_table(measured)
 
 
-def test_a_format_that_a_machine_cannot_compute_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what does not depend on the number of layers."""
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", num_layers=3)
+
+
+def test_a_format_that_a_machine_cannot_compute_is_named(shallow_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others must still be measured; and a slow machine computes fewer texts."""
 
     def refuse(model_dir: Path, num_threads: int, options: dict[str, Any]) -> Any:
@@ -54,7 +61,7 @@ def test_a_format_that_a_machine_cannot_compute_is_named(model_dir: Path, monkey
 
     make = quality._runner
     monkeypatch.setattr(quality, "_runner", refuse)
-    measured = measure_quality(model_dir, 1, max_seconds=0.0)
+    measured = measure_quality(shallow_dir, 1, max_seconds=0.0)
     assert measured["num_tokens"] == 95
     assert len(measured["greedy_answer_tokens"]) == 1
     bfloat16, _, int8, _ = measured["formats"]
@@ -63,10 +70,10 @@ def test_a_format_that_a_machine_cannot_compute_is_named(model_dir: Path, monkey
     assert "int8      auto         no sample: this CPU's int8 products overflow" in quality_table(measured)
 
 
-def test_the_exact_model_is_the_engine_s_in_float32_to_its_last_digits(model_dir: Path, tmp_path: Path) -> None:
+def test_the_exact_model_is_the_engine_s_in_float32_to_its_last_digits(shallow_dir: Path, tmp_path: Path) -> None:
     """It has an attention and a cache of its own: a mistake there would be blamed on every family. A second step, which
     attends to cached tokens, included."""
-    for file in model_dir.iterdir():
+    for file in shallow_dir.iterdir():
         if file.suffix != ".weights":  # the packed ones, which float32 does not compute with
             (tmp_path / file.name).symlink_to(file)
     model_dir = tmp_path

@@ -8,7 +8,12 @@ from lab.bench.overload import OverloadPlan, find_capacity, measure
 
 
 @pytest.mark.parametrize(
-    ("policy", "seed"), [pytest.param("ect", 1, marks=pytest.mark.long), ("ect", 2), ("least_requests", 3)]
+    ("policy", "seed"),
+    [
+        pytest.param("ect", 1, marks=pytest.mark.long),
+        ("ect", 2),
+        pytest.param("least_requests", 3, marks=pytest.mark.long),
+    ],
 )
 def test_goodput_holds_at_three_times_capacity(policy: str, seed: int) -> None:
     """A fabric that collapses under its load serves no request just when demand is highest."""
