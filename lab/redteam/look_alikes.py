@@ -38,7 +38,8 @@ def _one_letter_changed(rng: random.Random) -> str:
 
 def _longer_word(rng: random.Random) -> str:
     text = _phrase(rng)
-    return rng.choice((f"{text}x", f"un{text}", f"{text}2", f"{text}_", f"x{text}x"))
+    longer = (f"{text}x", f"un{text}", f"{text}2", f"x{text}x")
+    return rng.choice(longer if text in PHRASES[Layer.SPACED] else (*longer, f"{text}_"))
 
 
 def _beginning(rng: random.Random) -> str:
@@ -52,8 +53,12 @@ def _words_in_another_order(rng: random.Random) -> str:
 
 
 def _words_apart(rng: random.Random) -> str:
-    words = _phrase(rng).split()
-    return rng.choice((" of the ", "-", ". ", ", ", " / ", "\u3001")).join(words) if len(words) > 1 else f"{words[0]}x"
+    """To a rule with `spaced`, punctuation between words is no difference."""
+    text = _phrase(rng)
+    between = (
+        (" of the ", " and a ") if text in PHRASES[Layer.SPACED] else (" of the ", "-", ". ", ", ", " / ", "\u3001")
+    )
+    return rng.choice(between).join(text.split()) if " " in text else f"{text}x"
 
 
 def _near_key(rng: random.Random) -> str:

@@ -20,8 +20,9 @@ from confusable_homoglyphs.confusables import confusables_data
 from lab.redteam.rules import Layer
 
 _ALL: Final = frozenset(Layer)
-_FOLDED: Final = frozenset({Layer.LIST, Layer.LOOK_ALIKES})
+_FOLDED: Final = frozenset({Layer.LIST, Layer.LOOK_ALIKES, Layer.SPACED})
 _LOOK_ALIKES: Final = frozenset({Layer.LOOK_ALIKES})
+_SPACED: Final = frozenset({Layer.SPACED})
 _NONE: Final[frozenset[Layer]] = frozenset()
 _ZERO_WIDTH: Final = "\u200b\u200c\u200d\u2060\ufeff\u00ad\u200e\u202e"
 _IGNORABLE: Final = "\ufe0f\u034f\u180b\U000e0100\u115f\u3164"
@@ -132,11 +133,11 @@ CLAIMED: Final = (
     ),
     Mutator("confusables", _letters(lambda c, rng: rng.choice(homoglyphs(c.lower()))), _LOOK_ALIKES),
     Mutator("0 for o, and 1, I or a bar for l", _digits_for_letters, _LOOK_ALIKES),
+    Mutator("letters with spaces between", lambda text, _rng: " ".join(text), _SPACED),
+    Mutator("punctuation between letters", lambda text, rng: rng.choice(".-*_").join(text), _SPACED),
     Mutator("digits in groups", _groups, frozenset({Layer.CARD})),
 )
 GAPS: Final = (
-    Mutator("letters with spaces between", lambda text, _rng: " ".join(text), _NONE),
-    Mutator("punctuation between letters", lambda text, rng: rng.choice(".-*_").join(text), _NONE),
     Mutator("accents on letters", _between("\u0301\u0308\u0327"), _NONE),
     Mutator("leetspeak (3 for e, @ for a)", lambda text, _rng: text.translate(_LEET), _NONE),
     Mutator("rot13", lambda text, _rng: codecs.encode(text, "rot13"), _NONE),

@@ -20,6 +20,7 @@ class Layer(enum.StrEnum):
 
     LIST = "list"
     LOOK_ALIKES = "look-alikes"
+    SPACED = "spaced"
     PATTERN = "pattern"
     CARD = "card"
 
@@ -27,12 +28,14 @@ class Layer(enum.StrEnum):
 PHRASES: Final[Mapping[Layer, Sequence[str]]] = {
     Layer.LIST: ("launch code", "nerve agent synthesis", "zebra protocol", "bluebird"),
     Layer.LOOK_ALIKES: ("silver falcon", "open the vault", "red lotus file", "blackout"),
+    Layer.SPACED: ("velvet hangar", "quiet harbour keys", "thunderbolt"),
 }
 _PATTERN: Final = "AKIA[0-9A-Z]{16}"
 _NUM_KEY_CHARS: Final = 16
 _RULES: Final[Mapping[Layer, str]] = {
     Layer.LIST: f"phrases = {json.dumps(PHRASES[Layer.LIST])}",
     Layer.LOOK_ALIKES: f"phrases = {json.dumps(PHRASES[Layer.LOOK_ALIKES])}\nconfusables = true",
+    Layer.SPACED: f"phrases = {json.dumps(PHRASES[Layer.SPACED])}\nspaced = true",
     Layer.PATTERN: f"patterns = ['{_PATTERN}']\nprefixes = ['AKIA']\nmax_length = 20",
     Layer.CARD: "kind = 'pii'\nfinds = 'card'",
 }

@@ -23,7 +23,7 @@ ORDERS = st.lists(st.sampled_from(BY_FOLDING), max_size=4)
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> SafetyPolicy:
     path = tmp_path_factory.mktemp("policy") / "policy.toml"
-    path.write_text(policy_text((Layer.LIST, Layer.LOOK_ALIKES)), encoding="utf-8")
+    path.write_text(policy_text(tuple(PHRASES)), encoding="utf-8")
     return load_policy(path)
 
 

@@ -80,5 +80,5 @@ def test_characters_behind_the_marker_are_leaks_wherever_a_client_sees_them() ->
 def test_each_layer_is_timed() -> None:
     """Layers are told apart, so that a slow one is seen."""
     times = latency_by_layer([case for case in cases_of(0) if case.layer is None][:3])
-    assert list(times) == ["list", "look-alikes", "pattern", "card", "all of them"]
+    assert list(times) == ["list", "look-alikes", "spaced", "pattern", "card", "all of them"]
     assert all(0 < each.prompt.p50 <= each.prompt.p99 for each in times.values())
