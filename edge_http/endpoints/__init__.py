@@ -1,6 +1,7 @@
 """The handlers of the HTTP endpoints.
 
 answering.py   from a validated request to the end of its answer, for all APIs
+generation_job.py  a request that generates
 routed.py      which model takes a request that generates
 continuing.py  lets the next model of a route continue a stream whose model is lost
 cascading.py   holds and judges the answer of a candidate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -13,19 +13,17 @@ from edge_http.answers.bill import AnswerBill
 from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.shape import ResponseShape, formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
+from edge_http.answers.shape import formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.keeping import KeptRun
 from edge_http.endpoints.link_requests import link_requests
-from edge_http.endpoints.moderating import WantedModeration
-from edge_http.endpoints.objectives import TimedJob, seconds_left, set_objectives
+from edge_http.endpoints.objectives import seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.endpoints.wrapped_run import wrapped_run
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
-from edge_http.openai.prompt import PromptInput
-from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.idempotent_answers import WholeBody
@@ -53,66 +51,10 @@ from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.v1 import router_service_pb2
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
 
 _BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
-
-
-class GenerationJob(TimedJob):
-    """A validated and tokenized request, whatever the API that it came by."""
-
-    operation: str
-    """The operation's OpenTelemetry name: "chat" or "text_completion"."""
-    id_prefix: str
-    """The response's id begins with it, e.g. "chatcmpl-"."""
-    prompts: Sequence[PromptInput]
-    prompt_sizes: Sequence[int]
-    """The tokens of each prompt."""
-    max_tokens_field: str
-    stream: bool
-    include_usage: bool
-    body_digest: str
-    shape: ResponseShape
-    headers: Mapping[str, str] = {}
-    """Further headers of the response."""
-    guide_field: str = ""
-    """The field of the body that requested guided decoding; "" when none did."""
-    prompt_report: PromptReport | None = None
-    """The part of its prompt that the answer repeats; None: nothing."""
-    service_tier: str = ""
-    keep: Callable[[bytes], Coroutine[Any, Any, None]] | None = None
-    """Stores the JSON of the response, before its client is told that it has ended. Raises KvloomError. None: it is not
-    stored."""
-    begin: Callable[[], Coroutine[Any, Any, web.StreamResponse]] | None = None
-    """Has the response generated in the background, and answers with what there is of it. Raises KvloomError. None: it
-    is generated here."""
-    rewrite: Callable[[bytes], bytes] | None = None
-    """Makes the body out of that of the response. None: it is that."""
-    moderation: WantedModeration | None = None
-    originals: Mapping[str, str] = {}
-    """Texts that are hidden from the model, by their placeholders."""
-
-    @property
-    def n(self) -> int:
-        """The number of choices of each prompt."""
-        return self.wanted.n
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How its tokens are sampled."""
-        return self.wanted.sampling
-
-    @property
-    def stop(self) -> StopConditions:
-        """When its choices end."""
-        return self.wanted.stop
-
-    @property
-    def num_choices(self) -> int:
-        """The number of choices of all prompts together."""
-        return len(self.prompts) * self.wanted.n
 
 
 async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:

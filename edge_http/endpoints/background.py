@@ -12,7 +12,8 @@ from aiohttp import web
 
 from edge_http.answers.streamed_answer import SLOW_CLIENT_LINGER_SECONDS
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, schedule
+from edge_http.endpoints.answering import schedule
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import starting_after
 from edge_http.endpoints.stored_input import StoredInput, input_items

@@ -11,7 +11,8 @@ from aiohttp import web
 from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.shape import parsed_outputs
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, check_job_window, submission_of
+from edge_http.endpoints.answering import check_job_window, submission_of
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.resume.response_name import new_response_id
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.request_record import begin_answer

@@ -15,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, collected_within
+from edge_http.endpoints.answering import collected_within
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.response_job import CompactedInput, input_of, response_job, seal_of
 from edge_http.endpoints.routed import GenerationApi, serve_generation

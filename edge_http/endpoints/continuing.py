@@ -19,7 +19,8 @@ from edge_http.answers.answer_part import AnswerPart
 from edge_http.answers.continuation_prompt import NOTHING, CarriedText, progress_in_tokens, remaining_stop
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, submission_of
+from edge_http.endpoints.answering import submission_of
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.submission import OnSubmitted, Submission, run_submission
 from kvloom.errors import KvloomError
 from kvloom.router_link.request import ChoiceProgress

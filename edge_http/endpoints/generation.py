@@ -10,7 +10,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.moderating import moderation_of

@@ -25,7 +25,8 @@ from edge_http.anthropic.settings import (
 )
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, read_prompt_body
+from edge_http.endpoints.answering import read_prompt_body
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.routed import GenerationApi, serve_generation

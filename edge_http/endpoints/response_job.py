@@ -10,8 +10,8 @@ from aiohttp import web
 
 from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob
 from edge_http.endpoints.file_search import search_headers
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.moderating import moderation_of
 from edge_http.endpoints.stored_input import StoredInput

@@ -9,10 +9,11 @@ from typing import Any, Final
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.endpoints.answering import GenerationJob, check_job_window, read_prompt_body
+from edge_http.endpoints.answering import check_job_window, read_prompt_body
 from edge_http.endpoints.background import begin_background, run_of
 from edge_http.endpoints.compacting import managed_job
 from edge_http.endpoints.file_search import searched
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.response_job import response_job

@@ -12,9 +12,10 @@ from typing import Final, Generic, TypeVar
 from aiohttp import web
 
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.answering import GenerationJob, generate, read_prompt_body
+from edge_http.endpoints.answering import generate, read_prompt_body
 from edge_http.endpoints.cascading import hold_candidate
 from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
 from edge_http.endpoints.objectives import set_objectives
 from edge_http.submission import RunAnswer, run_submission

@@ -16,8 +16,9 @@ from edge_http.answers.kept_chat import KeptChat
 from edge_http.answers.shape import formatter_of, parsed_outputs
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge
-from edge_http.endpoints.answering import GenerationJob, check_job_window, generate
+from edge_http.endpoints.answering import check_job_window, generate
 from edge_http.endpoints.background import cancel_background, read_background
+from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.keeping import KeptCandidate, KeptRun
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import cancel_response, resume_stream
