@@ -198,6 +198,7 @@ def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
 
 
 @pytest.mark.hypothesis
+@pytest.mark.timeout(300)
 def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factory) -> None:
     """For every cut, the answer is halted exactly if the whole text contains a forbidden passage. No part of the
     passage is ever clear, the clear part never shrinks, and an allowed text is clear to its end."""
