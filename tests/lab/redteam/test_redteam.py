@@ -18,7 +18,7 @@ from lab.redteam.rules import policy_text
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 NUM_QUICK = 80
-NUM_SEEDS = 3
+NUM_SEEDS = 6
 NUM_LONG_SEEDS = 12
 MOST_FALSE_POSITIVES = 0.001
 
