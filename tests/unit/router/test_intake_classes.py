@@ -44,11 +44,14 @@ def test_built_in_classes_age_beside_declared_ones() -> None:
     assert (found.name, found.aging_seconds) == ("batch", 30.0)
 
 
-@pytest.mark.parametrize("name", ["platinum", "shadow"])
+JUDGE = PriorityClassConfig(name="judge", rank=0, reserved_share=0.1)
+
+
+@pytest.mark.parametrize("name", ["platinum", "shadow", "judge"])
 def test_an_unknown_class_is_refused(name: str) -> None:
-    """The error names the field; the class of shadow traffic is the router's own."""
+    """The error names the field; the classes of shadow traffic and of judges are the router's own, declared or not."""
     with pytest.raises(KvloomError) as caught:
-        request_of(GOLD, priority_class=name)
+        request_of(GOLD, JUDGE, priority_class=name)
     assert caught.value.field == "priority_class"
 
 

@@ -62,6 +62,12 @@ def test_shadow_traffic_is_nobodys_bill() -> None:
         assert record.num_prompt_tokens == 10
 
 
+def test_a_judgement_is_nobodys_bill() -> None:
+    """A tenant does not pay for models that judge its texts, and its usage does not have them."""
+    record = record_of(meter().record(ended(tier=TierRank.JUDGE, tenant="acme/search"), 1))
+    assert (record.tenant, record.tier, record.cost_nanos) == ("judge:acme/search", "judge", 0)
+
+
 def test_a_discarded_answer_is_taken_off_the_bill() -> None:
     """A caller does not pay for the candidates of a cascade that it never sees."""
     discarded = record_of(meter().discard(meter().record(ended(), 1), 2))
