@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Final
+
+SLOW: Final = ("anthropic", "transformers")
 
 
 class imported_when_used:

@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
 
 from orchestrator.store.expiry import delete_expired, delete_orphans
 from tests.fakes.state_world import StateWorld, state_world_on
+from tests.lazy_imports import imported_when_used
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),  # the tests share their world
+    pytest.mark.xdist_group("anthropic"),  # which takes seconds to import
+]
+anthropic: Any = imported_when_used("anthropic")
 
 MAX_BYTES = 3 * 2**20
 HOUR = 3600.0
@@ -32,7 +36,7 @@ async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def claude(world: StateWorld) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(world: StateWorld) -> AsyncIterator[Any]:
     async with anthropic.AsyncAnthropic(base_url=world.edge.url, api_key=world.client.api_key, max_retries=0) as client:
         yield client
 
@@ -135,7 +139,7 @@ async def test_an_upload_is_its_tenants_and_expires(world: StateWorld, monkeypat
     assert contents_of(world) == []
 
 
-async def test_anthropics_client_has_the_same_files(world: StateWorld, claude: anthropic.AsyncAnthropic) -> None:
+async def test_anthropics_client_has_the_same_files(world: StateWorld, claude: Any) -> None:
     """One store, in the shape of the API that asks."""
     made = await claude.files.upload(file=("a.txt", b"hello", "text/plain"), expires_in_seconds=7_776_000)
     assert (made.type, made.filename, made.mime_type, made.size_bytes) == ("file", "a.txt", "text/plain", 5)
@@ -163,7 +167,7 @@ async def test_anthropics_client_has_the_same_files(world: StateWorld, claude: a
     assert contents_of(world) == []
 
 
-async def test_anthropics_client_is_told_what_is_wrong(world: StateWorld, claude: anthropic.AsyncAnthropic) -> None:
+async def test_anthropics_client_is_told_what_is_wrong(world: StateWorld, claude: Any) -> None:
     for ask in (
         claude.files.upload(file=("a.txt", b"x"), expires_in_seconds=60),
         claude.files.list(limit=1001),
