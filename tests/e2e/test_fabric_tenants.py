@@ -85,7 +85,8 @@ def test_two_teams_and_a_revoked_key(fabric: RunningFabric) -> None:
     eventually("the other key works", lambda: asked(fabric, other)[0] == 200)
     _, fresh = key_of(fabric, "fresh/app")
     eventually("the fresh key works", lambda: asked(fabric, fresh)[0] == 200)
-    assert asked(fabric, search)[1] > 0
+    # A router passes a shard over that seems to hang, as one does for a moment on a machine that others use.
+    eventually("the team's own prompt is cached", lambda: asked(fabric, search)[1] > 0)
     chat = ("chat", "hello", "--max-tokens", "2", "--router-address", fabric.router_address)
     for key, code in ((search, 0), ("kvl-wrong", 1)):
         done = run_kvloom(*chat, env={**fabric.env, "KVLOOM_DATA_DIR": "/nonexistent", "KVLOOM_API_KEY": key})
