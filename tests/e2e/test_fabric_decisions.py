@@ -15,6 +15,8 @@ from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 3
 NUM_TOKENS = 4
+NUM_SHARDS = 2
+"""Those of the fabric."""
 pytestmark = pytest.mark.xdist_group("sim")
 
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("sim")
 def decisions(sim_fabric: RunningFabric, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """(what a fabric has logged of conversations, the usage of each answer)."""
     log = Path(sim_fabric.env["KVLOOM_DATA_DIR"]).parent / "decisions.jsonl"
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(NUM_SHARDS) as pool:  # no more, or the time that a busy machine takes decides where they go
         conversations = list(pool.map(lambda index: converse(sim_fabric, index), range(NUM_CONVERSATIONS)))
     answers = [answer for conversation in conversations for answer in conversation]
     ids = {answer["id"] for answer in answers}
