@@ -11,6 +11,7 @@ tenancy/         what is known of tenants, their keys, limits and prices
 limits/          bounds on what a process holds, and a share of it for each caller
 delivery_log.py   what a process has delivered, for a comparison with what was metered
 finish_reasons.py  the names of finish reasons in logs, metrics, records and traces
+webhook_events.py  the events that webhooks can tell of
 addresses.py     host:port, also of IPv6
 backend.py       the command of the services behind edges and routers, and how they end
 callers.py       who sends a request, and so who is isolated from whom

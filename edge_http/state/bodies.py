@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from edge_http.openai.requests import Body
 from edge_http.openai.search_options import RankingOptions, SearchFilter
+from kvloom_common.webhook_events import WebhookEvent
 
 MAX_NEW_ITEMS: Final = 20
 Metadata = Annotated[
@@ -168,18 +169,7 @@ class FileBatchBody(Body, kw_only=True):
 
 
 EventTypes = Annotated[
-    list[
-        Literal[
-            "batch.cancelled",
-            "batch.completed",
-            "batch.expired",
-            "batch.failed",
-            "response.cancelled",
-            "response.completed",
-            "response.failed",
-            "response.incomplete",
-        ]
-    ],
+    list[WebhookEvent],
     Meta(min_length=1, max_length=64),
 ]
 EndpointName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -209,16 +199,7 @@ class RotateSecretBody(Body, kw_only=True):
 
 
 class WebhookTestBody(Body, kw_only=True):
-    event_type: Literal[
-        "batch.cancelled",
-        "batch.completed",
-        "batch.expired",
-        "batch.failed",
-        "response.cancelled",
-        "response.completed",
-        "response.failed",
-        "response.incomplete",
-    ]
+    event_type: WebhookEvent
     """The event that the message tells of."""
 
 

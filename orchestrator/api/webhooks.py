@@ -10,13 +10,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.trust.seal import SealError
+from kvloom_common.webhook_events import WEBHOOK_EVENTS
 from orchestrator.api.call import OperationCall, operation, quota_reached
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject, new_id
 from orchestrator.store.pages import as_list, page_of
 from orchestrator.webhooks.caller import NotSentError, send
 from orchestrator.webhooks.endpoint import KIND, WebhookEndpoint, check_url, is_private_host
-from orchestrator.webhooks.outbox import EVENT_TYPES, event_body
+from orchestrator.webhooks.outbox import event_body
 
 MAX_ENDPOINTS: Final = 20
 """That a tenant may have."""
@@ -139,7 +140,7 @@ async def delete(call: OperationCall) -> Any:
 
 @operation("listWebhookEventTypes")
 async def list_event_types(call: OperationCall) -> Any:  # noqa: ARG001
-    return {"object": "list", "data": list(EVENT_TYPES)}
+    return {"object": "list", "data": list(WEBHOOK_EVENTS)}
 
 
 async def _found(connection: AsyncConnection, call: OperationCall, *, for_update: bool = False) -> StoredObject:

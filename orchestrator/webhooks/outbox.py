@@ -20,16 +20,6 @@ from orchestrator.webhooks.endpoint import KIND, WebhookEndpoint
 log = structlog.get_logger()
 
 JOB: Final = "webhook"
-EVENT_TYPES: Final = (
-    "batch.cancelled",
-    "batch.completed",
-    "batch.expired",
-    "batch.failed",
-    "response.cancelled",
-    "response.completed",
-    "response.failed",
-    "response.incomplete",
-)
 MAX_WAITING: Final = 10_000
 """Messages that wait for one endpoint. It is not told of what happens beyond that."""
 _FOREVER: Final = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.text.json_escapes import unescaped
+from lab.redteam.campaign import seen_texts
 from safety_svc.folding import fold, letters_of
 from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
 
@@ -84,28 +85,6 @@ async def fabric(router_redis_url: str, tmp_path: Path) -> AsyncIterator[tuple[S
         yield world, engine
 
 
-def shown(body: str) -> Iterator[str]:
-    """The strings in a response or in the events of a stream, and those under one key together."""
-    events = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: {")] or [body]
-    by_key: dict[str, list[str]] = {}
-
-    def walk(value: Any, key: str) -> None:
-        if isinstance(value, str):
-            by_key.setdefault(key, []).append(value)
-        elif isinstance(value, dict):
-            for name, child in value.items():
-                walk(child, name)
-        elif isinstance(value, list):
-            for child in value:
-                walk(child, key)
-
-    for event in events:
-        walk(json.loads(event), "")
-    for texts in by_key.values():
-        yield from texts
-        yield "".join(texts)
-
-
 def is_forbidden(text: str) -> bool:
     read = fold(unescaped(text).replace("\u0430", "a").replace("0", "o"))[0]
     return "launchcode" in letters_of(read)[0]
@@ -119,7 +98,7 @@ async def test_no_api_shows_it(fabric: tuple[ScreenedWorld, WritingEngine], path
         engine.answer = world.tokenizer.encode_now(written)
         status, body = await world.post(path, {"model": "tiny", "stream": is_stream, **BODIES[path]})
         assert status == 200, (kind, body)
-        assert not any(map(is_forbidden, shown(body))), (kind, is_stream, body)
+        assert not any(map(is_forbidden, seen_texts(body))), (kind, is_stream, body)
         assert ENDS[path] in body, (kind, is_stream, body)
 
 
@@ -132,7 +111,7 @@ async def test_a_stop_string_does_not_complete_it(fabric: tuple[ScreenedWorld, W
         wanted = {"model": "tiny", "stream": is_stream, **BODIES[path], STOPS[path]: ["code"]}
         status, body = await world.post(path, wanted)
         assert status == 200, body
-        assert not any("launch" in text for text in shown(body)), body
+        assert not any("launch" in text for text in seen_texts(body)), body
         assert ENDS[path] in body, body
 
 
