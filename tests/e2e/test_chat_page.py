@@ -400,23 +400,6 @@ async def test_a_key_that_may_not_chat_is_told_so(browser: Browser) -> None:
         await page.close()
 
 
-async def test_words_of_the_reference_are_whole_on_a_phone(browser: Browser, world: EdgeWorld) -> None:
-    """Names of fields were broken in the middle, where a table can be scrolled."""
-    page = await browser.new_page(viewport=PHONE)  # pyright: ignore[reportArgumentType]
-    await page.goto(f"{world.url}/docs")
-    await expect(page.get_by_text("/v1/chat/completions").first).to_be_visible()
-    await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
-    assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    broken = await page.evaluate(
-        """() => [...document.querySelectorAll('td code')].filter((code) => !/\\s|[|.-]/.test(code.textContent)
-          && code.getClientRects().length > 1).map((code) => code.textContent)"""
-    )
-    assert broken == []
-    await page.evaluate("document.querySelector('#createChatCompletion, article').scrollIntoView()")
-    await screenshot(page, "docs-phone")
-    await page.close()
-
-
 async def test_conversation_survives_a_reload_and_new_chat_clears_it(browser: Browser, world: EdgeWorld) -> None:
     """Closing the lid is no reason to lose a conversation; New chat is."""
     page = await open_page(browser, world)

@@ -56,17 +56,19 @@ function operationArticle(path, method, operation) {
     operation.description ? element("p", {}, ...prose(operation.description)) : null,
     operation.security.length === 0 ? element("p", {class: "note"}, "Needs no API key.") : null);
   const parameters = (operation.parameters ?? []).map(resolved);
-  if (parameters.length) article.append(foldable("Parameters", parametersTable(parameters)));
+  if (parameters.length) article.append(foldable("Parameters", () => [parametersTable(parameters)]));
   const body = operation.requestBody?.content["application/json"];
-  if (body) article.append(foldable("Body", ...fields(body.schema), {open: true}));
-  article.append(foldable("Responses", ...responses(operation)), tryForm(path, method, parameters, body));
+  if (body) article.append(foldable("Body", () => fields(body.schema), {open: true}));
+  article.append(foldable("Responses", () => responses(operation)),
+    foldable("Try it", () => [tryForm(path, method, parameters, body)]));
   return article;
 }
 
-function foldable(title, ...children) {
-  const last = children.at(-1);
-  const options = last && !(last instanceof Node) ? children.pop() : {};
-  return element("details", options, element("summary", {}, element("strong", {}, title)), ...children);
+// A part that makes its content when it is first opened: all fields of all endpoints are 44,000 elements.
+function foldable(title, content, options = {}) {
+  const details = element("details", options, element("summary", {}, element("strong", {}, title)));
+  details.addEventListener("toggle", () => details.append(...content()), {once: true});
+  return details;
 }
 
 function resolved(schema) {
@@ -94,7 +96,7 @@ function fields(schema, depth = 0) {
   const rows = properties.map(([name, field]) =>
     row(name, (object.required ?? []).includes(name), typeOf(field), field.description));
   const nested = depth >= MAX_DEPTH ? [] : properties.flatMap(([name, field]) =>
-    objectsIn(field).map((part) => foldable(`${name}: ${part.title ?? "object"}`, ...fields(part, depth + 1))));
+    objectsIn(field).map((part) => foldable(`${name}: ${part.title ?? "object"}`, () => fields(part, depth + 1))));
   return [object.description ? element("p", {class: "note"}, ...prose(object.description)) : null,
     table(object.title ?? "Fields", ["Field", "Type", "Meaning"], rows), ...nested].filter(Boolean);
 }
@@ -122,7 +124,7 @@ function responses(operation) {
       const event = content.schema.properties?.data?.anyOf?.[0].contentSchema;
       const schema = event ?? content.schema;
       const title = event ? `${type}: the data of each event` : type;
-      return [foldable(title, ...fields(schema))];
+      return [foldable(title, () => fields(schema))];
     })];
   });
 }
@@ -149,7 +151,7 @@ function tryForm(path, method, parameters, body) {
   const stop = element("button", {type: "button", class: "quiet", disabled: true}, "Stop");
   const output = element("pre", {tabindex: "0", role: "log", "aria-label": "Response", hidden: true});
   const form = element("form", {class: "try", autocomplete: "off"}, ...labels,
-    headers.length ? foldable("Headers", ...headers) : null,
+    headers.length ? foldable("Headers", () => headers) : null,
     examples.length > 1 ? element("label", {}, element("span", {}, "Example"), picker) : null,
     body ? element("label", {}, element("span", {}, "Body (JSON)"), text) : null,
     element("div", {class: "buttons"}, send, stop), output);
@@ -168,7 +170,7 @@ function tryForm(path, method, parameters, body) {
     send.disabled = false;
     stop.disabled = true;
   });
-  return foldable("Try it", form);
+  return form;
 }
 
 async function request(path, method, inputs, body, output, signal) {
