@@ -1,4 +1,4 @@
-"""An engine around a real one that fails sequences where a test says so, and a simulated engine that recites."""
+"""An engine around a real one that fails or holds sequences where a test says so, and a simulated one that recites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shard_server.engines.sim_tokens import expected_token_id
 
 class FailingEngine:
     """`fails_at(request)` returns the number of output tokens (including those of earlier attempts) after which a
-    sequence fails here, or None if it does not fail. `die` ends the whole engine."""
+    sequence fails here, or None if it does not fail. `die` ends the whole engine. `hold` lets it wait in the middle."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
@@ -38,6 +38,10 @@ class FailingEngine:
         """By request id: the number of tokens that may still be emitted."""
         self._failed: set[str] = set()
         self._dead = asyncio.Event()
+        self._held_at: int | None = None
+        self._num_tokens: dict[str, int] = {}
+        """By request id: the output tokens so far of each live sequence, with those of earlier attempts."""
+        self._changed = asyncio.Event()
 
     @property
     def info(self) -> EngineInfo:
@@ -56,6 +60,8 @@ class FailingEngine:
         self._inner.submit(request)
         if position is not None:
             self._limits[request.request_id] = max(0, position - len(request.output_token_ids))
+        self._num_tokens[request.request_id] = len(request.output_token_ids)
+        self._changed.set()
 
     def cancel(self, request_id: str) -> None:
         self.num_cancelled += 1
@@ -66,10 +72,26 @@ class FailingEngine:
             if self._dead.is_set():
                 raise EngineError("the test has ended this engine")
             yield self._cut(output)
+            for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+                self._num_tokens[request_id] += len(token_ids)
+            for end in output.ends:
+                self._num_tokens.pop(end.request_id, None)
+            while self._is_held():
+                self._changed.clear()
+                await self._changed.wait()
 
     def die(self) -> None:
         """The engine dies with the next step."""
         self._dead.set()
+
+    def hold(self, num_tokens: int | None) -> None:
+        """Makes no further step once every live sequence has so many tokens. None lets it go on."""
+        self._held_at = num_tokens
+        self._changed.set()
+
+    def _is_held(self) -> bool:
+        held_at, counts = self._held_at, self._num_tokens.values()
+        return held_at is not None and bool(counts) and min(counts) >= held_at
 
     async def close(self) -> None:
         await self._inner.close()

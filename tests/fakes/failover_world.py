@@ -133,6 +133,11 @@ class FailoverWorld(RouterWorld):
         self.members[shard_id] = member
         return member
 
+    def hold(self, num_tokens: int | None) -> None:
+        """Lets all shards wait once each of their sequences has so many tokens, and go on with None."""
+        for member in self.members.values():
+            member.engine.hold(num_tokens)
+
     def begin(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Collected:
         answer = Collected(fields.get("n", 1))
         self.submit(prompt, max_tokens, answer, **fields)

@@ -185,10 +185,17 @@ async def test_a_shard_fails_in_the_middle_of_answers(
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
     before = world.metered()
+    world.hold(num_tokens)
     answers = {name: begin(world, case) for name, case in wanted.items()}
     await asyncio.gather(*(answer.has_tokens(num_tokens) for answer in answers.values()))
-    served = Counter(answer.starts[0].shard_id for answer in answers.values() if answer.starts[0] is not None)
-    fault(world, served.most_common(1)[0][0])
+    serving = Counter(
+        start.shard_id
+        for answer in answers.values()
+        for start, finish in zip(answer.starts, answer.finishes, strict=True)
+        if start is not None and finish is None
+    )
+    fault(world, serving.most_common(1)[0][0])
+    world.hold(None)
     assert {name: await answer.ended() for name, answer in answers.items()} == expected
     after = world.metered()
     assert after["attempts"] - before["attempts"] > len(wanted)
@@ -203,10 +210,13 @@ async def test_shards_fail_one_after_the_other(world: FailoverWorld, tokenizer: 
     await add_shards(world, 3, step_ms=4.0)
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
+    world.hold(4)
     answers = {name: begin(world, case) for name, case in wanted.items()}
     for shard_id, num_tokens in (("shard-0", 4), ("shard-1", 9)):
+        world.hold(num_tokens)
         await asyncio.gather(*(answer.has_tokens(num_tokens) for answer in answers.values()))
         reset(world, shard_id)
+    world.hold(None)
     assert {name: await answer.ended() for name, answer in answers.items()} == expected
 
 
