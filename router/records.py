@@ -58,8 +58,10 @@ def new_records(
     if log.path:
         writer = DecisionWriter(RotatingFile(Path(log.path)), on_dropped)
         policy = config.router.placement.policy
-        journal = DecisionJournal(writer, on_dropped, lambda: core.shards, policy=policy, router_id=router_id)
-    decisions = DecisionLog(log.max_remembered, journal, remembers_unplaced=log.sample_share > 0)
+        journal = DecisionJournal(
+            writer, on_dropped, lambda: core.shards, policy=policy, router_id=router_id, names_tenants=log.named
+        )
+    decisions = DecisionLog(log.max_remembered, journal, remembers_unplaced=core.is_explained)
     if identities is None:
         return RouterRecords(metrics, decisions, writer)
     table.TENANT_TABLE.observe(identities.tenants, registry)

@@ -14,6 +14,7 @@ safety/              `kvloom safety`: what a policy would do with recorded reque
 receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again
 doctor/              `kvloom doctor`: checks an engine on this machine
 plan/                `kvloom plan`: how many shards a load needs
+whatif/              `kvloom whatif`: a router's decisions under other limits, prices, policy or fleet
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
 usage/               `kvloom usage`: what was used, and whether that is what was delivered
 scaler/              `kvloom scaler`: how many shards each model needs, for KEDA

@@ -48,6 +48,9 @@ class DecisionLogConfig(Section):
     path: FilePath = ""
     """JSON lines (docs/how-to/routing-decisions.md) are appended to this file, one for each recorded request that
     ended. Each router needs its own file, which is renamed to `path` + ".1" at 64 MiB. Empty: no file is written."""
+    named: bool = False
+    """True writes the names of tenants and the ids of keys to the file, by which `kvloom whatif` finds their limits.
+    False writes hashes of them."""
 
 
 class OverloadConfig(Section):

@@ -252,6 +252,10 @@ class RouterCore:
         """True when a request of this name is live."""
         return request_id in self._lifecycle.requests
 
+    def is_explained(self, request_id: str) -> bool:
+        """True when placements of a request of this name are reported as PlacementDecided."""
+        return self._placer.is_explained(request_id)
+
     def progress(self, arrived_before: float, now: float) -> list[RequestEnded]:
         """For each live request that arrived before that time, the record that there would be if it ended now."""
         for shard in self._fleet.shards.values():

@@ -15,6 +15,7 @@ from kvloom.errors import reason_name
 from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from router.caller_scope import shown_id
 from router.core.actions import PlacementDecided, RequestEnded
+from router.core.events import TierRank
 from router.core.fleet.fleet import ShardState
 from router.decisions.records import (
     FORMAT_VERSION,
@@ -66,23 +67,25 @@ class DecisionJournal:
         *,
         policy: str,
         router_id: str,
+        names_tenants: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_dropped` is called with the number of lines that were dropped because their requests were forgotten
-        before they ended; lines that the sink drops are not included. `clock` returns Unix seconds."""
+        before they ended; lines that the sink drops are not included. With `names_tenants`, lines have the names of
+        tenants and the ids of keys, not hashes. `clock` returns Unix seconds."""
         self._sink = sink
         self._on_dropped = on_dropped
         self._shards = shards
         self._policy = policy
         self._router_id = router_id
+        self._names_tenants = names_tenants
         self._clock = clock
         self._written_fleet: FleetLine | None = None
         self._next_check_at = 0.0
         self._salt = secrets.token_bytes(SALT_BYTES)
 
     def begin_line(self, decision: PlacementDecided, decided_at: float) -> RequestLine:
-        """Returns a line with everything known about a request when it is first placed. It holds no prompt text, and
-        names only as hashes."""
+        """Returns a line with everything known about a request when it is first placed. It holds no prompt text."""
         request = decision.request
         return RequestLine(
             request_id=shown_id(request.request_id, request.tenant),
@@ -90,19 +93,41 @@ class DecisionJournal:
             model=request.model,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_choices=len(request.choices),
+            outcome=_NO_OUTCOME,
             block_size=decision.block_size,
             block_hashes=pack_hashes(decision.block_hashes),
-            attempts=[],
-            outcome=_NO_OUTCOME,
             max_tokens=request.max_tokens,
-            tenant=self._hashed(request.tenant),
+            tenant=self._named(request.tenant),
+            key=self._named(request.key_id),
+            is_batch=request.tier is TierRank.BATCH,
             session=self._hashed(request.session_key),
+        )
+
+    def write_refused(self, ended: RequestEnded) -> None:
+        """Write the line of a request that ended with an error before it was placed."""
+        usage = ended.usage
+        self._put(
+            RequestLine(
+                request_id=shown_id(ended.request_id, ended.tenant),
+                arrived_at=self._clock() - ended.e2e_latency_seconds,
+                model=ended.model,
+                num_prompt_tokens=ended.num_prompt_tokens,
+                num_choices=ended.num_choices,
+                outcome=_outcome(ended),
+                max_tokens=ended.max_tokens,
+                tenant=self._named(ended.tenant),
+                key="" if usage is None else self._named(usage.key_id),
+                is_batch=usage is not None and usage.tier is TierRank.BATCH,
+            )
         )
 
     def end_line(self, line: RequestLine, ended: RequestEnded, attempts: list[AttemptRecord]) -> None:
         line.arrived_at -= ended.queue_time_seconds
         line.outcome = _outcome(ended)
         line.attempts = attempts
+        self._put(line)
+
+    def _put(self, line: RequestLine) -> None:
         fleet = self._changed_fleet()
         header = b"" if fleet is None else _encode(fleet) + b"\n"
         if self._sink.put(header, _encode(line) + b"\n") and fleet is not None:
@@ -124,6 +149,9 @@ class DecisionJournal:
         self._next_check_at = now + FLEET_CHECK_SECONDS
         fleet = _fleet_line(self._shards(), self._policy, self._router_id, now)
         return None if self._written_fleet is not None and _is_alike(self._written_fleet, fleet) else fleet
+
+    def _named(self, name: str) -> str:
+        return name if self._names_tenants else self._hashed(name)
 
     def _hashed(self, name: str) -> str:
         """Returns a hash that distinguishes names within one process's lines, or "" for no name."""

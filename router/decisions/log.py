@@ -72,11 +72,11 @@ class DecisionLog:
         journal: DecisionJournal | None = None,
         *,
         max_remembered_bytes: int = MAX_REMEMBERED_BYTES,
-        remembers_unplaced: bool = False,
+        remembers_unplaced: Callable[[str], bool] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`remembers_unplaced`: also requests that ended with an error before they were placed. `clock` returns Unix
-        seconds."""
+        """`remembers_unplaced` says by its id whether a request is to be remembered that ended with an error before it
+        was placed; None: none is. `clock` returns Unix seconds."""
         self._remembers_unplaced = remembers_unplaced
         self._max_remembered = max_remembered
         self._journal = journal
@@ -144,8 +144,11 @@ class DecisionLog:
     def request_ended(self, ended: RequestEnded) -> None:
         if not ended.num_attempts:
             # A rejected one may have the id of an earlier request, which still runs.
-            if self._remembers_unplaced and ended.reason == FINISH_REASON_ERROR:
+            remembers = self._remembers_unplaced
+            if remembers is not None and ended.reason == FINISH_REASON_ERROR and remembers(ended.request_id):
                 self._remember_unplaced(ended)
+                if self._journal is not None:
+                    self._journal.write_refused(ended)
             return
         remembered = self._remembered.get(ended.request_id)
         if remembered is None or remembered.ended is not None:

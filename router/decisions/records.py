@@ -15,7 +15,7 @@ import msgspec
 
 from router.core.placement.plan import ShardPlan
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 
 class FleetShard(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -114,23 +114,27 @@ class OutcomeRecord(msgspec.Struct, kw_only=True):
 
 
 class RequestLine(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
-    """A request that was placed and has ended."""
+    """A request that was placed and has ended, or one that was refused: it has no attempts and no block hashes."""
 
     request_id: str
     arrived_at: float
     model: str
     num_prompt_tokens: int
     num_choices: int
-    block_size: int
-    """The block size of the shard that was picked first."""
-    block_hashes: bytes
-    """The hashes of the prompt's full blocks; in JSON, base64 of little-endian 64-bit integers."""
-    attempts: list[AttemptRecord]
     outcome: OutcomeRecord
+    block_size: int = 0
+    """The block size of the shard that was picked first."""
+    block_hashes: bytes = b""
+    """The hashes of the prompt's full blocks; in JSON, base64 of little-endian 64-bit integers."""
+    attempts: list[AttemptRecord] = []
     max_tokens: int | None = None
     """The request's limit per choice. Without one, as many as fit the context window."""
     tenant: str = ""
-    """A hash, salted per router process, or "" if there is no tenant."""
+    """A hash, salted per router process, or the name with `router.decision_log.named`; "" if there is no tenant."""
+    key: str = ""
+    """The id of its key is hashed or not in the same way."""
+    is_batch: bool = False
+    """True when it is in the batch tier, which has a price of its own."""
     session: str = ""
     """A hash, salted per router process, or "" if there is no session key."""
 

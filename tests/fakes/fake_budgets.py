@@ -16,8 +16,8 @@ from kvloom.v1.control_service_pb2 import (
     LeaseBudgetsRequest,
     LeaseBudgetsResponse,
 )
-from lab.dst.tenancy.lease_owners import BudgetOwner, SimulatedBudget
 from router.core.lease_messages import LeaseKind, LeaseName, LeaseWant
+from tools.simulate.lease_owners import BudgetOwner, SimulatedBudget
 
 _KINDS: dict[int, LeaseKind] = {BUDGET_UNIT_NANOS: LeaseKind.MONTH_NANOS, BUDGET_UNIT_TOKENS: LeaseKind.DAY_TOKENS}
 

@@ -10,7 +10,6 @@ from kvloom.v1 import control_service_pb2 as pb
 from kvloom_common.tenancy.limits import Limits, limits_to_proto
 from kvloom_common.tenancy.prices import Price
 from kvloom_common.tenancy.table import TenantTable
-from lab.dst.tenancy.lease_owners import BudgetOwner, RateOwner
 from lab.dst.tenancy.sim_limits import price_to_proto
 from router.core.actions import Action, LeasesWanted, RequestEnded, SendStep, SubmitAttempt
 from router.core.events import LeasesGranted
@@ -18,6 +17,7 @@ from router.core.frames import Finish
 from router.core.lease_messages import LeaseWant
 from router.core.tenancy.limiter import Limiter
 from tests.fakes.core_rig import CoreRig
+from tools.simulate.lease_owners import BudgetOwner, RateOwner
 
 NOON = 1_764_072_000.0
 """2025-11-25 12:00 UTC."""

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvloom_common.tenancy.limits import Limits
 from kvloom_common.tenancy.prices import Price
-from lab.dst.tenancy.lease_owners import BudgetOwner, RateOwner
 from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.events import RequestCancelled, Tick
 from router.core.tenancy.answer_cost import money_cost, token_cost
 from tests.examples import num_examples
 from tests.fakes.limited_rig import LimitedRig, tenant_table
+from tools.simulate.lease_owners import BudgetOwner, RateOwner
 
 NUM_ROUTERS = 3
 GAPS = st.sampled_from([0.0, 0.01, 0.2, 0.6, 1.1, 3.0, 20.0, 61.0])

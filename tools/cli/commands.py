@@ -54,6 +54,7 @@ from tools.cli.lazy_group import LazyGroup
         "Study and measure": {
             "simulate": "tools.simulate.command:simulate_command",
             "plan": "tools.plan.command:plan",
+            "whatif": "tools.whatif.command:whatif",
             "bench": "tools.cli.commands:bench",
         },
     },

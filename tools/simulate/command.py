@@ -321,7 +321,9 @@ def simulate_command(
         staleness_seconds=staleness_seconds,
         engine_order=engine_order,
         peer_fetch_bytes_per_second=peer_fetch_gbps * 1e9,
-        speed_factors=_choose_speed_factors(speed_factors, num_shards, replay),
+        speed_factors=_parse_speed_factors(speed_factors, num_shards)
+        if speed_factors is not None or replay is None
+        else replay.fleet.factors_of(num_shards),
         slo=Slo(slo_ttft, slo_tpot),
         batch_share=batch_share,
         batch_slo=Slo(slo_batch_ttft, slo_batch_tpot),
@@ -424,14 +426,6 @@ def _print_notes(replay: Replay) -> None:
         )
     for note in notes:
         click.echo(f"note: {note}", err=True)
-
-
-def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | None) -> tuple[float, ...]:
-    """If there are more shards than were recorded, the recorded factors repeat."""
-    if text is not None or replay is None:
-        return _parse_speed_factors(text, num_shards)
-    recorded = replay.fleet.speed_factors
-    return tuple(recorded[index % len(recorded)] for index in range(num_shards)) if recorded else ()
 
 
 def _parse_policies(names: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 Every request that produced a token becomes a call of an open loop with as many output tokens as were produced, also if
 it was cancelled. The others did almost no work on a shard. They are not replayed, and count as failed in the recorded
-row.
+row; those that were refused before they were placed are kept apart, for `kvloom whatif`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Final
 
 import msgspec
 
+from kvloom.errors import reason_name
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.decisions.records import FORMAT_VERSION, FleetLine, FleetShard, RequestLine, read_decisions
 from tools.failures import CommandError
 from tools.simulate.calibration import Calibration, calibrate
@@ -33,6 +35,7 @@ MIN_LOAD_SHARE: Final = 0.8
 """If less than this share of the load is in the file, a note says that some is missing. Momentary counts scatter."""
 MIN_IN_FLIGHT: Final = 30
 """The sum over the decisions that is needed to judge this."""
+ERROR_REASONS: Final = {reason_name(reason).lower(): reason for reason in ErrorReason.values()}
 MAX_UNEXPLAINED_HITS: Final = 0.02
 """The share of prompt tokens that were cached although no earlier prompt in the file has them."""
 
@@ -53,8 +56,26 @@ class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
     ttft_seconds: float | None
     """None if it failed."""
     predictions: tuple[tuple[str, float, float | None], ...]
+    error_reason: int
+    """An ErrorReason; 0: none."""
+    num_output_tokens: int
+    """Those of all choices."""
     call: Call
     """Its id is set to the order of arrival after all lines are read."""
+
+    def outcome(self, shard_index: int) -> Outcome:
+        return Outcome(
+            self.call,
+            self.arrived_at,
+            shard_index,
+            self.num_cached_tokens,
+            self.ttft_seconds or 0.0,
+            self.ended_at,
+            self.ttft_seconds is None,
+            self.predictions,
+            self.error_reason,
+            self.num_output_tokens,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +87,9 @@ class Replay:
     policy: str
     """The policy in force at the end of the file."""
     requests: Sequence[RecordedRequest]
-    """The requests for the replayed model, by arrival."""
+    """The requests for the replayed model that were placed, by arrival."""
+    refused: Sequence[RecordedRequest]
+    """Those that never were, by arrival."""
     notes: Sequence[str]
     """Remarks for the reader of the figures."""
 
@@ -75,19 +98,7 @@ class Replay:
         requests = self.requests[:max_requests]
         shard_ids = [*dict.fromkeys([*self.fleet.shard_ids, *(request.shard_id for request in requests)])]
         index_of = {shard_id: index for index, shard_id in enumerate(shard_ids)}
-        outcomes = [
-            Outcome(
-                request.call,
-                request.arrived_at,
-                index_of[request.shard_id],
-                request.num_cached_tokens,
-                request.ttft_seconds or 0.0,
-                request.ended_at,
-                failed=request.ttft_seconds is None,
-                predictions=request.predictions,
-            )
-            for request in requests
-        ]
+        outcomes = [request.outcome(index_of[request.shard_id]) for request in requests]
         result = SimulationResult(outcomes, (), 0.0, 0)
         summary = summarise(result, num_shards=len(shard_ids), num_measured_calls=len(outcomes), slo=slo)
         return summary, calibrate(without_warm_up(outcomes))
@@ -103,6 +114,7 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
     """Read a decision file, and before it FILE.1 if it exists. Raises CommandError."""
     notes: list[str] = []
     requests: list[RecordedRequest] = []
+    refused: list[RecordedRequest] = []
     fleets: list[FleetLine] = []
     rotated = predecessor_of(path)
     if rotated is not None:
@@ -120,13 +132,15 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
                     "type",
                     "there is a request before the first fleet: the beginning of the file is missing",
                 )
-            if len(requests) >= MAX_CALLS:
+            if len(requests) + len(refused) >= MAX_CALLS:
                 raise line_error(file, line_number, "", f"more than {MAX_CALLS} requests")
-            requests.append(_recorded_request(file, line_number, line))
+            (requests if line.block_size else refused).append(_recorded_request(file, line_number, line))
     if not requests:
         raise CommandError(f"{path}: there are no requests in it")
     chosen = _of_one_model(requests, notes)
     chosen.sort(key=lambda request: request.arrived_at)
+    refused = [request for request in refused if request.model == chosen[0].model]
+    refused.sort(key=lambda request: request.arrived_at)
     chosen = [
         msgspec.structs.replace(request, call=dataclasses.replace(request.call, call_id=call_id))
         for call_id, request in enumerate(chosen)
@@ -144,7 +158,7 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
         0.0,
         served[0].block_size,
     )
-    return Replay(trace, fleet, fleets[-1].policy, chosen, notes)
+    return Replay(trace, fleet, fleets[-1].policy, chosen, refused, notes)
 
 
 def _read_file(path: Path, on_fraction: ReadFraction | None) -> Iterator[tuple[int, FleetLine | RequestLine]]:
@@ -168,8 +182,8 @@ def _read_file(path: Path, on_fraction: ReadFraction | None) -> Iterator[tuple[i
 
 
 def _check_fleet(path: Path, line_number: int, line: FleetLine) -> None:
-    if line.version != FORMAT_VERSION:
-        raise line_error(path, line_number, "version", f"{line.version}, but this kvloom reads {FORMAT_VERSION}")
+    if line.version > FORMAT_VERSION:
+        raise line_error(path, line_number, "version", f"{line.version}, but this kvloom reads up to {FORMAT_VERSION}")
     for shard in line.shards:
         if min(shard.block_size, shard.num_blocks, shard.max_batch) < 1:
             raise line_error(path, line_number, f"shards {shard.shard_id}", "sizes must be at least 1")
@@ -186,7 +200,7 @@ def _recorded_request(path: Path, line_number: int, line: RequestLine) -> Record
     for field, count, lowest in (
         ("num_prompt_tokens", line.num_prompt_tokens, 1),
         ("num_choices", line.num_choices, 1),
-        ("block_size", line.block_size, 1),
+        ("block_size", line.block_size, 1 if line.attempts or line.block_hashes else 0),
         ("outcome.num_output_tokens", outcome.num_output_tokens, 0),
         ("outcome.num_cached_tokens", outcome.num_cached_tokens, 0),
     ):
@@ -196,7 +210,7 @@ def _recorded_request(path: Path, line_number: int, line: RequestLine) -> Record
         hashes = tuple(line.hashes())
     except ValueError as error:
         raise line_error(path, line_number, "block_hashes", str(error)) from error
-    if len(hashes) > line.num_prompt_tokens // line.block_size:
+    if hashes and len(hashes) > line.num_prompt_tokens // line.block_size:
         problem = f"{len(hashes)} blocks of {line.block_size} tokens for a prompt of {line.num_prompt_tokens} tokens"
         raise line_error(path, line_number, "block_hashes", problem)
     scores = line.attempts[0].shards if line.attempts else ()
@@ -217,12 +231,19 @@ def _recorded_request(path: Path, line_number: int, line: RequestLine) -> Record
             for judged in outcome.predictions
             if judged.predicted_seconds is not None
         ),
+        error_reason=ERROR_REASONS.get(outcome.error, 0),
+        num_output_tokens=outcome.num_output_tokens,
         call=Call(
             call_id=0,
             num_prompt_tokens=line.num_prompt_tokens,
             num_output_tokens=max(1, math.ceil(outcome.num_output_tokens / line.num_choices)),
             block_hashes=hashes,
             session_key=line.session,
+            model=line.model,
+            tenant=line.tenant,
+            is_batch=line.is_batch,
+            key_id=line.key,
+            max_tokens=line.max_tokens,
         ),
     )
 

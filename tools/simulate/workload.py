@@ -25,6 +25,9 @@ class Call:
     tenant: str = ""
     is_batch: bool = False
     """True when it is in the batch tier."""
+    key_id: str = ""
+    max_tokens: int | None = None
+    """The longest answer that its caller allows; None: what fits the window. It matters in a fleet with limits only."""
 
 
 class SimulatedWorkload(Protocol):
@@ -58,6 +61,10 @@ class Outcome:
     failed: bool = False
     predictions: Sequence[tuple[str, float, float | None]] = ()
     """(term, predicted seconds, actual seconds): see router/core/load/prediction.py."""
+    error_reason: int = 0
+    """An ErrorReason; 0: none."""
+    num_output_tokens: int = 0
+    """The tokens that it got. A limit may have cut its answer short."""
 
     @property
     def tpot_seconds(self) -> float:

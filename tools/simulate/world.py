@@ -16,9 +16,10 @@ from typing import Any, Final
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
-from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
+from router.core.actions import Action, CancelOnShard, LeasesWanted, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, TierRank, class_of
+from router.core.tenancy.limiter import Limiter
 from router.placement_plugins import plugin_policy
 from tools.simulate.bound import prefill_seconds
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
@@ -89,8 +90,16 @@ class _World:
             answer_mode="off",
             safety_required=False,
         )
+        self._limits = options.limits
         self._links = [
-            SimulatedRouter(index, config, options.seed + index, self._shards) for index in range(options.num_routers)
+            SimulatedRouter(
+                index,
+                config,
+                options.seed + index,
+                self._shards,
+                None if self._limits is None else self._limits.limiter(),
+            )
+            for index in range(options.num_routers)
         ]
         self._next_sample_at = 0.0
         self._next_report_at = 0.0 if options.staleness_seconds else math.inf
@@ -157,9 +166,10 @@ class _World:
             prompt_token_ids=range(call.num_prompt_tokens),
             prompt_text="",
             choices=(ChoiceSpec(call.call_id, 0),),
-            max_tokens=call.num_output_tokens,
+            max_tokens=call.num_output_tokens if self._limits is None else call.max_tokens,
             session_key=call.session_key,
             tenant=call.tenant if self._options.has_tenants else "",
+            key_id=call.key_id,
             tier=TierRank.BATCH if call.is_batch and self._options.has_classes else TierRank.INTERACTIVE,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
@@ -168,9 +178,11 @@ class _World:
         self._deliver(link, ev.RequestArrived(request))
         self._schedule_tick(link)
 
-    def _on_request_ended(self, link: SimulatedRouter, ended: RequestEnded) -> None:  # noqa: ARG002
+    def _on_request_ended(self, link: SimulatedRouter, ended: RequestEnded) -> None:
         call, arrived_at = self._open.pop(ended.request_id)
         now = self._now
+        if self._limits is not None:
+            self._limits.record(link.name, ended)
         self._idle_waits[call.model if self._options.models else MODEL].note_end(ended.request_id)
         failed = ended.reason not in (FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP)
         self._outcomes.append(
@@ -183,6 +195,8 @@ class _World:
                 now,
                 failed,
                 ended.judged_prediction,
+                ended.error_reason,
+                ended.num_output_tokens,
             )
         )
         if self._on_progress is not None and len(self._outcomes) % 64 == 0:
@@ -202,9 +216,9 @@ class _World:
             block_size=self._block_size,
             num_blocks=shard.cache.num_blocks,
             max_batch=part.profile.max_batch,
-            max_model_len=_UNLIMITED,
+            max_model_len=self._options.max_model_len,
             yield_tokens=part.profile.chunk_tokens,
-            reserves_output=True,
+            reserves_output=self._limits is None,
         )
         for link in self._links:
             self._deliver(link, ev.ShardUp(description))
@@ -263,15 +277,17 @@ class _World:
         profile, slowness = self._part_of[index].profile, max(self._options.speed_factors, default=1.0)
         cold_seconds = slowness * prefill_seconds(profile, num_prompt_tokens, 0)
         self._idle_waits[request.model].note_begin(action.prepares or request.request_id, cold_seconds, self._now)
+        open_call = self._open.get(request.request_id)
+        num_output_tokens = min(action.max_tokens, open_call[0].num_output_tokens) if open_call else action.max_tokens
         for choice in action.choices:
-            if not shard.can_hold(num_prompt_tokens, action.max_tokens):
+            if not shard.can_hold(num_prompt_tokens, num_output_tokens):
                 self._schedule(self._now, self._deliver_later, (link, too_long(shard.shard_id, choice.slot)))
                 continue
             shard.submit(
                 ShardSequence(
                     slot=choice.slot,
                     num_prompt_tokens=num_prompt_tokens,
-                    num_output_tokens=action.max_tokens,
+                    num_output_tokens=num_output_tokens,
                     hashes=request.block_hashes[self._block_size],
                     num_expected_cached_tokens=action.num_expected_cached_tokens,
                     router_index=link.index,
@@ -294,6 +310,11 @@ class _World:
             shard.shard_id, self._num_kv_events[shard.shard_id], shard.cache.cached_hashes()
         )
         self._deliver_delayed(link, snapshot)
+
+    def _on_leases_wanted(self, link: SimulatedRouter, action: LeasesWanted) -> None:
+        assert self._limits is not None
+        granted = self._limits.grant(link.name, action, len(self._links), self._now)
+        self._schedule(self._now, self._deliver_later, (link, granted))
 
     # -- shards ---------------------------------------------------------------------------------------------------
 
@@ -399,6 +420,7 @@ _ACTION_HANDLERS: Final[dict[type, Callable[[_World, SimulatedRouter, Any], None
     SubmitAttempt: _World._on_submit,
     CancelOnShard: _World._on_cancel,
     WantKvSnapshot: _World._on_want_snapshot,
+    LeasesWanted: _World._on_leases_wanted,
     RequestEnded: _World._on_request_ended,
 }
 """RequestEnded has everything about an answer, so that SendStep is not needed. Other actions have no receiver here."""
@@ -411,9 +433,12 @@ MIN_REPORTED_CONTEXT_GROWTH = 0.01
 class SimulatedRouter:
     """One router core. Tracks the load that was last reported to it for each shard, and the CPU time of the core."""
 
-    def __init__(self, index: int, config: CoreConfig, seed: int, shards: Sequence[SimShard]) -> None:
+    def __init__(
+        self, index: int, config: CoreConfig, seed: int, shards: Sequence[SimShard], limiter: Limiter | None
+    ) -> None:
         self.index = index
-        self.core = RouterCore(config, seed=seed)
+        self.name = f"router-{index}"
+        self.core = RouterCore(config, seed=seed, limiter=limiter)
         self.cpu_nanoseconds = 0
         self.num_events = 0
         self.tick_at: float | None = None

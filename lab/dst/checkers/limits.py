@@ -15,12 +15,12 @@ from kvloom_common.tenancy.answer_runs import AnswerRun
 from kvloom_common.tenancy.limits import Limits
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest
-from lab.dst.tenancy.lease_owners import LEASE_SECONDS
 from lab.dst.tenancy.sim_limits import PRICE
 from lab.dst.views import SimulatedRouterView, WorldView
 from router.core.actions import RequestEnded, SubmitAttempt
 from router.core.events import Request, TierRank
 from router.core.lease_messages import LeaseKind, LeaseName
+from tools.simulate.lease_owners import LEASE_SECONDS
 
 
 class BudgetsKept(Checker):

@@ -1,6 +1,5 @@
 """Tenants with limits and budgets, for simulations.
 
-hostile.py       a tenant whose clients claim what suits them
-sim_limits.py    their table, the owners of their limits, and the faults of both
-lease_owners.py  Redis' rates and slots and control's budgets, exactly as the real ones decide
+hostile.py     a tenant whose clients claim what suits them
+sim_limits.py  their table, the owners of their limits, and the faults of both
 """

@@ -13,16 +13,15 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from kvloom.v1 import control_service_pb2 as pb
-from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from kvloom_common.tenancy.limits import Limits, limits_to_proto
 from kvloom_common.tenancy.prices import Price
 from kvloom_common.tenancy.table import TenantTable
 from lab.dst.tenancy.hostile import SimulatedHostileTenant
-from lab.dst.tenancy.lease_owners import BudgetOwner, RateOwner, SimulatedBudget
 from router.core.actions import LeasesWanted, RequestEnded
 from router.core.events import Event, LeasesGranted, Request
-from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
+from router.core.lease_messages import LeaseGrant, LeaseName, LeaseWant
 from router.core.tenancy.limiter import Limiter
+from tools.simulate.lease_owners import BudgetOwner, RateOwner, SimulatedBudget
 
 NOON: Final = 1_764_072_000.0
 PRICE: Final = Price("p", "*", prompt_nanos=2, cached_nanos=1, output_nanos=10, request_nanos=5, batch_percent=50)
@@ -116,13 +115,7 @@ class SimLimits:
     def record(self, node: LimitedRouter, ended: RequestEnded) -> None:
         """The usage record of a request has arrived at control."""
         self.hostile.note_end(node.name, ended)
-        if ended.usage is None:
-            return
-        for charge in ended.usage.charges:
-            kind = LeaseKind.DAY_TOKENS if charge.unit == BUDGET_UNIT_TOKENS else LeaseKind.MONTH_NANOS
-            budget = self.budgets.budgets.get(LeaseName(charge.account, kind, charge.period))
-            if budget is not None:
-                budget.record(node.name, charge.own)
+        self.budgets.record(node.name, ended)
 
     def budget(self, name: LeaseName) -> SimulatedBudget | None:
         return self.budgets.budgets.get(name)

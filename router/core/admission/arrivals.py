@@ -229,6 +229,8 @@ class Arrivals:
             if slot not in client.choices:
                 step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
         rejected = LiveRequest(request, client, now)
+        if self._meters_usage:
+            rejected.usage = UsageMeter()  # there is no record of it, but its key is told
         if objectives is not None:
             rejected.objectives = objectives
         rejected.note_end(FINISH_REASON_ERROR, error)

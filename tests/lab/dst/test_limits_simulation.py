@@ -23,7 +23,6 @@ from lab.dst.checkers.limits import (
 from lab.dst.run_seed import run_seed
 from lab.dst.scenario import has_limits
 from lab.dst.tenancy import hostile
-from lab.dst.tenancy.lease_owners import SimulatedBudget
 from lab.dst.trace import join_lines
 from router.core.events import Request
 from router.core.lease_messages import LeaseGrant, LeaseWant
@@ -32,6 +31,7 @@ from router.core.tenancy.budget_lease import BudgetLease
 from router.core.tenancy.limit_plan import LimitPlan
 from router.core.tenancy.rate_lease import RateLease
 from router.core.tenancy.request_charge import RequestCharge
+from tools.simulate.lease_owners import SimulatedBudget
 
 NUM_SEEDS = 60
 GROUP = 10

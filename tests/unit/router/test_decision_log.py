@@ -12,7 +12,7 @@ from rich.console import Console
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import PlacementDecided, RequestEnded
-from router.core.events import ChoiceSpec, Request, ShardDescription
+from router.core.events import ChoiceSpec, Request, ShardDescription, TierRank
 from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
 from router.core.load.prediction import PlacementPrediction
@@ -20,6 +20,7 @@ from router.core.objectives import Cause, Objectives, ObjectivesOutcome
 from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 from router.core.priority_classes import PriorityClass
+from router.core.request_usage import RequestUsage
 from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
 from router.decisions.log import DecisionLog
 from router.decisions.records import FleetLine, RequestLine, read_decisions
@@ -109,14 +110,20 @@ def shard_state(shard_id: str, **fields) -> ShardState:
 class World:
     """A log with a journal whose lines it keeps."""
 
-    def __init__(self, max_remembered: int = 10, **settings) -> None:
+    def __init__(self, max_remembered: int = 10, *, names_tenants: bool = False, **settings) -> None:
         self.now = 1000.0
         self.takes_lines = True
         self.num_dropped = 0
         self.shards = [shard_state("s1"), shard_state("s0")]
         self.raw: list[bytes] = []
         journal = DecisionJournal(
-            self, self._on_dropped, lambda: self.shards, policy="ect", router_id="r", clock=lambda: self.now
+            self,
+            self._on_dropped,
+            lambda: self.shards,
+            policy="ect",
+            router_id="r",
+            names_tenants=names_tenants,
+            clock=lambda: self.now,
         )
         self.log = DecisionLog(max_remembered, journal, clock=lambda: self.now, **settings)
 
@@ -146,7 +153,7 @@ def test_a_line_holds_all_that_a_replay_needs() -> None:
     fleet, line = world.lines
     assert isinstance(fleet, FleetLine)
     assert isinstance(line, RequestLine)
-    assert (fleet.version, fleet.at, fleet.router_id, fleet.policy) == (1, 1002.0, "r", "ect")
+    assert (fleet.version, fleet.at, fleet.router_id, fleet.policy) == (2, 1002.0, "r", "ect")
     assert [shard.shard_id for shard in fleet.shards] == ["s0", "s1"]
     assert (fleet.shards[0].block_size, fleet.shards[0].num_blocks, fleet.shards[0].max_batch) == (16, 100, 8)
     assert (fleet.shards[0].decode_step_seconds, fleet.shards[0].prefill_seconds) == (0.02, {"token": 1e-4})
@@ -349,24 +356,24 @@ def test_an_explanation_says_the_class_what_it_has_gained_by_waiting_and_whose_s
     assert found is not None
     explained = explanation_to_proto(found)
     assert (explained.priority_class, explained.rank, explained.outcome.rank) == ("gold", 3, 1)
-    console = Console(file=io.StringIO(), width=200)
-    print_explanation(explained, console)
-    shown = console.file.getvalue()
+    output = io.StringIO()
+    print_explanation(explained, Console(file=output, width=200))
+    shown = output.getvalue()
     assert "class gold, rank 3, 1 after 0.5 s of waiting; in the share of acme/search, sub-flow chat 7" in shown
 
 
 def test_an_evicted_request_is_explained() -> None:
     """It waited, and its caller asks why it waited in vain."""
-    log = DecisionLog(10, remembers_unplaced=True)
+    log = DecisionLog(10, remembers_unplaced=lambda _request_id: True)
     unserved = {"num_attempts": 0, "shard_id": "", "reason": FINISH_REASON_ERROR, "ttft_seconds": None}
     log.request_ended(ended("r1", **unserved))
     found = log.find("r1")
     assert found is not None
     explained = explanation_to_proto(found)
     assert (explained.outcome.end, explained.priority_class, len(explained.decisions)) == ("evicted", "interactive", 0)
-    console = Console(file=io.StringIO(), width=200)
-    print_explanation(explained, console)
-    assert "ended: evicted, error after 2.000 s" in console.file.getvalue()
+    output = io.StringIO()
+    print_explanation(explained, Console(file=output, width=200))
+    assert "ended: evicted, error after 2.000 s" in output.getvalue()
     log = DecisionLog(10)
     log.request_ended(ended("r1", **unserved))
     assert log.find("r1") is None
@@ -374,7 +381,7 @@ def test_an_evicted_request_is_explained() -> None:
 
 def test_a_refused_request_is_remembered_within_a_bound() -> None:
     """Whoever asks why a request was refused gets an answer, and a flood of refusals leaves the placed ones known."""
-    log = DecisionLog(8, remembers_unplaced=True)
+    log = DecisionLog(8, remembers_unplaced=lambda _request_id: True)
     refusal = {"num_attempts": 0, "reason": FINISH_REASON_ERROR, "ttft_seconds": None, "is_admitted": False}
     outcome = ObjectivesOutcome(Objectives(ttft_seconds=0.25), "interactive", 0.5, Cause.LOAD)
     log.placement_decided(decided("placed"))
@@ -391,3 +398,30 @@ def test_a_refused_request_is_remembered_within_a_bound() -> None:
     assert (explanation.outcome.objectives.refused, explanation.outcome.end) == ("load", "rejected")
     log.placement_decided(decided("refused19"))
     assert log.find("refused19").attempts  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_refused_requests_are_in_the_file() -> None:
+    """`kvloom whatif` asks what other limits would have admitted. A request that was refused has no placement, so its
+    line has no attempts and no hashes."""
+    world = World(remembers_unplaced=lambda request_id: request_id != "not sampled")
+    usage = RequestUsage(TierRank.BATCH, None, "key-1", "", 0, 0.0)
+    for request_id in ("r1", "not sampled"):
+        refusal = {"reason": FINISH_REASON_ERROR, "error_reason": ErrorReason.ERROR_REASON_RATE_LIMITED}
+        world.log.request_ended(ended(request_id, **refusal, num_attempts=0, tenant="acme", usage=usage))
+    _, line = world.lines
+    assert isinstance(line, RequestLine)
+    assert (line.request_id, line.outcome.error, line.outcome.num_attempts) == ("r1", "rate_limited", 0)
+    assert (line.block_size, line.attempts, list(line.hashes()), line.is_batch) == (0, [], [], True)
+    assert len({line.tenant, line.key, ""}) == 3, "they can be told apart"
+    assert not any(name in b"".join(world.raw) for name in (b"acme", b"key-1"))
+
+
+def test_names_are_in_the_file_if_they_are_wanted() -> None:
+    """Limits are of accounts by name: `router.decision_log.named` says that the file may have them. Sessions stay
+    hashed."""
+    world = World(names_tenants=True)
+    world.serve("r1", session_key="chat", tenant="acme", key_id="key-1")
+    line = world.lines[1]
+    assert isinstance(line, RequestLine)
+    assert (line.tenant, line.key) == ("acme", "key-1")
+    assert b"chat" not in b"".join(world.raw)

@@ -16,6 +16,7 @@ from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.scaling import FleetScaler
 from tools.simulate.fleet.shard import SimShard
+from tools.simulate.lease_owners import SimulatedLimits
 
 MODEL: Final = "simulated"
 """The name of the model of a fleet that has only one."""
@@ -69,6 +70,10 @@ class FleetOptions:
     """True when the router is told which calls are batch, and so each shard which ones are urgent."""
     scaler: FleetScaler | None = None
     """Decides how many of the shards there are. None: all of them, all the time."""
+    limits: SimulatedLimits | None = None
+    """The limits of the tenants of calls. None: nobody has any, and answers end where they ended."""
+    max_model_len: int = 2**40
+    """The window of the shards in tokens, which bounds what a call without `max_tokens` may cost."""
     on_action: Callable[[Action, float], None] | None = None
     """Called with every action of every router and its time."""
 

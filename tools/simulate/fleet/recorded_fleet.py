@@ -34,6 +34,8 @@ class RecordedFleet:
     shard_ids: tuple[str, ...]
     capacity_blocks: int
     """The mean number of blocks per shard."""
+    max_model_len: int
+    """The smallest window of a shard."""
     profile: Profile
     speed_factors: tuple[float, ...]
     """The factor of each shard relative to the profile. () if none differs much from the others."""
@@ -41,6 +43,11 @@ class RecordedFleet:
     @property
     def num_shards(self) -> int:
         return len(self.shard_ids)
+
+    def factors_of(self, num_shards: int) -> tuple[float, ...]:
+        """The factors of another number of shards: if there are more than were recorded, they repeat."""
+        factors = self.speed_factors
+        return tuple(factors[index % len(factors)] for index in range(num_shards)) if factors else ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +94,8 @@ def recorded_fleet(shards: Sequence[FleetShard], usual: UsualRequest) -> Recorde
         max_batch=max(1, round(statistics.fmean(shard.max_batch for shard in shards))),
     )
     factors = _speed_factors([usual.prefill_seconds(one) for one in coefficients])
-    return RecordedFleet(tuple(shard.shard_id for shard in shards), capacity_blocks, profile, factors)
+    max_model_len = min(shard.max_model_len for shard in shards)
+    return RecordedFleet(tuple(shard.shard_id for shard in shards), capacity_blocks, max_model_len, profile, factors)
 
 
 def _prefill_coefficients(shard: FleetShard) -> dict[str, float]:

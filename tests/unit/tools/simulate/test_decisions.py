@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,77 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from router.decisions.file import RotatingFile
-from router.decisions.records import (
-    AttemptRecord,
-    FleetLine,
-    FleetShard,
-    JudgedRecord,
-    OutcomeRecord,
-    RequestLine,
-    ScoreRecord,
-    pack_hashes,
-)
+from router.decisions.records import FleetLine, JudgedRecord, RequestLine
+from tests.fakes.decision_lines import BLOCK_SIZE, SPEED, fleet, request, shard, write
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.decisions import Replay, read_decision_log
 from tools.simulate.statistics import Slo
-
-BLOCK_SIZE = 16
-BEGAN_AT = 1_700_000_000.0
-SPEED = {"request": 0.01, "token": 1e-4, "attention_pair": 1e-9, "context_token": 2e-8}
-
-
-def shard(shard_id: str, **fields: Any) -> FleetShard:
-    known: dict[str, Any] = {
-        "incarnation_id": "i1",
-        "model": "m",
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 1000,
-        "max_batch": 8,
-        "max_model_len": 4096,
-        "decode_step_seconds": 0.02,
-        "prefill_seconds": SPEED,
-    }
-    return FleetShard(shard_id=shard_id, **{**known, **fields})
-
-
-def fleet(*shards: FleetShard, **fields: Any) -> FleetLine:
-    known: dict[str, Any] = {"version": 1, "at": BEGAN_AT, "router_id": "r", "policy": "ect"}
-    return FleetLine(**{**known, **fields}, shards=list(shards) or [shard("s0"), shard("s1")])
-
-
-def request(index: int, *, in_flight: int = 0, outcome: dict[str, Any] | None = None, **fields: Any) -> RequestLine:
-    """Of one of four conversations, a block longer at each turn; 0.1 s after the one before."""
-    turns = [100 * (index % 4) + block for block in range(4 + index // 4)]
-    served: dict[str, Any] = {
-        "reason": "length",
-        "error": "",
-        "shard_id": f"s{index % 2}",
-        "num_attempts": 1,
-        "num_cached_tokens": 16 if index > 3 else 0,
-        "num_output_tokens": 5,
-        "queue_time_seconds": 0.0,
-        "ttft_seconds": 0.03,
-        "e2e_latency_seconds": 0.11,
-    }
-    seen = [ScoreRecord(shard_id="s0", num_running=in_flight)]
-    known: dict[str, Any] = {
-        "request_id": f"r{index}",
-        "arrived_at": BEGAN_AT + 0.1 * index,
-        "model": "m",
-        "num_choices": 1,
-        "num_prompt_tokens": BLOCK_SIZE * len(turns) + 3,
-        "block_size": BLOCK_SIZE,
-        "block_hashes": pack_hashes(turns),
-        "session": f"c{index % 4}",
-        "attempts": [AttemptRecord(attempt_id=1, decided_at=BEGAN_AT, picked_shard_id="s0", shards=seen)],
-    }
-    return RequestLine(**{**known, **fields}, outcome=OutcomeRecord(**{**served, **(outcome or {})}))
-
-
-def write(path: Path, lines: Sequence[FleetLine | RequestLine]) -> Path:
-    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -248,7 +182,7 @@ def test_a_torn_line_is_skipped(tmp_path: Path):
         ([], "no requests in it"),
         ([fleet()], "no requests in it"),
         ([request(0)], "line 1: type: there is a request before the first fleet"),
-        ([fleet(version=2), request(0)], "line 1: version: 2, but this kvloom reads 1"),
+        ([fleet(version=3), request(0)], "line 1: version: 3, but this kvloom reads up to 2"),
         ([fleet(shard("s0", num_blocks=0)), request(0)], "line 1: shards s0: sizes must be at least 1"),
         ([fleet(shard("s0", decode_step_seconds=-1.0)), request(0)], "line 1: shards s0: speeds must not be below 0"),
         ([fleet(shard("s0", model="other")), request(0)], "no shard with the model m in it"),

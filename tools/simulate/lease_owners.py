@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
+from kvloom_common.tenancy.table import TenantTable
+from router.core.actions import LeasesWanted, RequestEnded
+from router.core.events import LeasesGranted
 from router.core.lease_messages import LeaseGrant, LeaseKind, LeaseName, LeaseWant
+from router.core.tenancy.limiter import Limiter
 
 LEASE_SECONDS = 4.0
 """How long Redis counts units of a rate as leased."""
@@ -115,3 +120,33 @@ class BudgetOwner:
         if budget is None:
             budget = self.budgets[want.name] = SimulatedBudget(want.limit)
         return budget.lease(router, want)
+
+    def record(self, router: str, ended: RequestEnded) -> None:
+        """The usage record of a request has arrived."""
+        for charge in () if ended.usage is None else ended.usage.charges:
+            kind = LeaseKind.DAY_TOKENS if charge.unit == BUDGET_UNIT_TOKENS else LeaseKind.MONTH_NANOS
+            budget = self.budgets.get(LeaseName(charge.account, kind, charge.period))
+            if budget is not None:
+                budget.record(router, charge.own)
+
+
+class SimulatedLimits:
+    """The tenants of a fleet, and the owners of their limits, which answer at once."""
+
+    def __init__(self, table: TenantTable, began_at: float) -> None:
+        """`began_at`: the seconds since 1970 at the virtual time 0."""
+        self._table = table
+        self._began_at = began_at
+        self._rates, self._budgets = RateOwner(), BudgetOwner()
+        self.record = self._budgets.record
+
+    def limiter(self) -> Limiter:
+        """The limiter of a router."""
+        return Limiter(lambda: self._table, lambda now: self._began_at + now)
+
+    def grant(self, router: str, action: LeasesWanted, num_routers: int, now: float) -> LeasesGranted:
+        grants = [
+            self._budgets.lease(router, want) if want.name.kind.is_budget else self._rates.lease(router, want, now)
+            for want in action.wants
+        ]
+        return LeasesGranted(grants, num_routers=num_routers)
