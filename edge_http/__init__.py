@@ -3,7 +3,9 @@
 __main__.py    `python -m edge_http`: one edge process
 server/        the HTTP server: connections, the routing table, start and stop
 endpoints/     one handler per path
-edge.py        what all handlers share: configuration, link, models, admission
+edge.py        the parts of an edge, which its handlers share
+admission.py   which requests are served, and the memory that they have
+offered_models.py  the models and routes, and who may use them
 metric_table.py   the metrics, one record each
 submission.py  one answer from its submission to a router until its end
 supervisor.py  calls of the supervisor of this machine

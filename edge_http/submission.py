@@ -48,25 +48,15 @@ OnSubmitted = Callable[[int, int], None]
 """Called with a prompt's number and the link's handle of its request."""
 
 
-def _on_submitted(_prompt: int, _handle: int) -> None:
-    pass
+def on_submitted(_prompt: int, _handle: int) -> None:
+    """Does nothing, where nothing needs to know of requests."""
 
 
 class RunAnswer(Protocol):
-    """Brings a streamed answer to its end, as `run_submission` does."""
+    """Brings an answer to its end, as `run_submission` does."""
 
     async def __call__(
-        self, edge: Edge, submission: Submission, answer: StreamedAnswer, on_submitted: OnSubmitted = _on_submitted
-    ) -> None:
-        """Raises the error that ended the answer."""
-        ...
-
-
-class RunAnyAnswer(Protocol):
-    """Brings any answer to its end."""
-
-    async def __call__(
-        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = _on_submitted
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
     ) -> None:
         """Raises the error that ended the answer."""
         ...
@@ -76,7 +66,7 @@ async def run_submission(
     edge: Edge,
     submission: Submission,
     answer: EdgeAnswer,
-    on_submitted: OnSubmitted = _on_submitted,
+    on_submitted: OnSubmitted = on_submitted,
 ) -> None:
     """Submit the requests and wait for the end of the answer. Raises the error that ended it. No request is left
     running in the fabric once this returns: the handler is cancelled when the client goes away, and cancels the
@@ -128,7 +118,7 @@ async def run_resumable(
     submission: Submission,
     answer: StreamedAnswer,
     stream: ResumableStream,
-    on_submitted: OnSubmitted = _on_submitted,
+    on_submitted: OnSubmitted = on_submitted,
     run: RunAnswer = run_submission,
 ) -> None:
     """Runs `run` for an answer that outlives its connection. Never raises."""

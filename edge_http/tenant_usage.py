@@ -7,20 +7,27 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 import structlog
+from aiohttp import web
 
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.bill import AnswerBill
+from edge_http.answers.features import AnswerFeature
+from edge_http.wire.headers import BUDGET_REMAINING, COST
 from kvloom.errors import KvloomError, control_unavailable
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
+from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
 from kvloom_common.tenancy.principal import Principal
 
 if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
+    from edge_http.edge import Edge
+    from edge_http.endpoints.generation_job import GenerationJob
     from kvloom_common.access.identities import Identities
 
 log = structlog.get_logger()
@@ -35,10 +42,12 @@ MAX_CALLERS: Final = 10_000
 MAX_QUESTIONS: Final = 4
 """That are asked at the same time."""
 
+_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
+
 _Caller = tuple[str, str]
 
 
-class TenantUsage:
+class TenantUsage(AnswerFeature):
     """`watch` must run while requests are served."""
 
     def __init__(self, identities: Identities) -> None:
@@ -67,12 +76,20 @@ class TenantUsage:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:  # the latter if the channel was closed meanwhile
             raise control_unavailable() from error
 
-    def bill(self, principal: Principal, model: str, *, is_batch: bool) -> AnswerBill:
-        """For a request that arrives now."""
-        remaining = self._remaining(principal)
-        return AnswerBill(
-            self._identities.tenants.table.prices, model, time.time(), is_batch=is_batch, remaining_nanos=remaining
-        )
+    def begin(self, edge: Edge, request: web.BaseRequest, job: GenerationJob, answer: EdgeAnswer) -> None:
+        principal = edge.callers.principal_of(request)
+        if principal is None or (job.stream and not job.asked.wants_details):  # a stream's headers tell no cost
+            return
+        prices, remaining = self._identities.tenants.table.prices, self._remaining(principal)
+        is_batch = job.wanted.tier == TIER_BATCH
+        answer.bill = AnswerBill(prices, job.model.name, time.time(), is_batch=is_batch, remaining_nanos=remaining)
+
+    def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:
+        details = answer.bill_details() if has_ended else {}
+        return {_HEADERS[name]: value for name, value in details.items()}
+
+    def details(self, answer: EdgeAnswer, *, wanted: bool) -> Mapping[str, Any]:
+        return answer.bill_details() if wanted else {}
 
     def _remaining(self, principal: Principal) -> int | None:
         caller = principal.tenant, principal.key_id

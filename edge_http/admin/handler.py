@@ -28,7 +28,7 @@ async def administer(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
     body = b""
     if route.body is not None and request.can_read_body:
         caller = edge.callers.caller_of(request)
-        with edge.admit(caller), edge.bodies.lease(caller) as lease:
+        with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
             body = await read_json_body(request, edge.config, lease)
     metadata = [("kvloom-actor", f"key:{principal.key_id}".encode("ascii", "replace").decode())]
     organisation = edge.callers.administered_by(principal)

@@ -13,7 +13,7 @@ cascade_candidate.py  an answer that is held until it is judged
 embedded_inputs.py    the vectors of one call's inputs, as they arrive
 streamed_answer.py    an answer that is streamed as server-sent events
 kept_answer.py        the same, stored before its last event is sent
-kept_chat.py          the same of a chat completion
+features.py           what features that are off by default add to answers
 answer_part.py        the part of a streamed answer that one of several models writes
 continuation_prompt.py       what the model that continues an answer gets of it
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it

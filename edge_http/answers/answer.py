@@ -9,13 +9,11 @@ from __future__ import annotations
 import abc
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import structlog
 
-from edge_http.answers.bill import AnswerBill
 from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.response_formatter import ChoiceFinish
@@ -31,6 +29,10 @@ from kvloom.v1.generation_pb2 import (
     TokenLogprobs,
 )
 from kvloom_common.process.request_context import RequestContext
+
+if TYPE_CHECKING:  # these parts need this one
+    from edge_http.answers.bill import AnswerBill
+    from edge_http.answers.features import AnswerFeature
 
 log = structlog.get_logger()
 
@@ -50,6 +52,7 @@ class EdgeAnswer(abc.ABC):
         "bill",
         "ended",
         "error",
+        "features",
         "finishes",
         "first_token_at",
         "limited_by",
@@ -90,6 +93,8 @@ class EdgeAnswer(abc.ABC):
         """The request that is answered, for log lines."""
         self.bill: AnswerBill | None = None
         """None without tenants."""
+        self.features: Sequence[AnswerFeature] = ()
+        """Those that are on."""
 
     # --- Sink
 
@@ -198,11 +203,10 @@ class EdgeAnswer(abc.ABC):
 
     def details(self, *, wanted: bool) -> dict[str, Any] | None:
         """Returns what `x-kvloom-details` asks for (`wanted`), taken from the first choice, and what is told in any
-        case: the receipts of the answer, and the limit that cut it short. None if there is nothing."""
+        case: by features that are on, and the limit that cut it short. None if there is nothing."""
         found: dict[str, Any] = {}
-        receipts = [msgspec.Raw(finish.receipt) for finish in self.finishes.values() if finish.receipt]
-        if receipts:
-            found["receipts"] = receipts
+        for feature in self.features:
+            found.update(feature.details(self, wanted=wanted))
         if self.limited_by:
             found["limited_by"] = self.limited_by
         if wanted:
@@ -211,7 +215,6 @@ class EdgeAnswer(abc.ABC):
                 if failover := self.failover:
                     found["failover"] = failover
             start = self.starts.get(0)
-            found.update(self.bill_details())
             found["shard_id"] = start.shard_id if start else ""
             found["num_cached_tokens"] = self.finishes[0].num_cached_tokens if 0 in self.finishes else 0
             found["queue_time_seconds"] = round(start.queue_time_seconds, 6) if start else 0.0
@@ -241,6 +244,11 @@ class EdgeAnswer(abc.ABC):
         if CONTINUATION_RESAMPLED in told:
             return "resampled"
         return "exact" if CONTINUATION_EXACT in told else ""
+
+    @property
+    def cache_uses(self) -> Set[int]:
+        """The `ResultCacheUse` of its parts, which says if the result cache had them."""
+        return {start.result_cache for start in self.starts.values()}
 
     def bill_details(self) -> dict[str, str]:
         """Returns what it costs, once it has ended, and what is left of the caller's budget; nothing without

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from kvloom_common.limits.byte_budget import ByteLease
 class EmbeddedInputs(EdgeAnswer):
     """Each input is a request of its own; the choices of the base class are the inputs."""
 
-    __slots__ = ("_has_room", "_lease", "_limits", "_num_waited", "cache_uses", "receipts", "vectors")
+    __slots__ = ("_cache_uses", "_has_room", "_lease", "_limits", "_num_waited", "receipts", "vectors")
 
     def __init__(self, input_sizes: Sequence[int], lease: ByteLease) -> None:
         """`input_sizes` are the numbers of tokens. `lease` is the vectors' part of the memory of all answers."""
@@ -29,8 +29,7 @@ class EmbeddedInputs(EdgeAnswer):
         self._num_waited = 0
         """How many inputs had to wait until as many others had ended."""
         self._has_room = asyncio.Event()
-        self.cache_uses: set[int] = set()
-        """The `ResultCacheUse` of the vectors, which says if the result cache had them."""
+        self._cache_uses: set[int] = set()
         self.receipts: list[bytes] = []
         """The receipts of the inputs, if the request asked for them: JSON, in the order in which they arrived."""
         self.vectors: list[bytes] = [b""] * len(input_sizes)
@@ -52,6 +51,10 @@ class EmbeddedInputs(EdgeAnswer):
         return self._limits
 
     @property
+    def cache_uses(self) -> Set[int]:
+        return self._cache_uses
+
+    @property
     def _is_visible(self) -> bool:
         return False
 
@@ -65,7 +68,7 @@ class EmbeddedInputs(EdgeAnswer):
         ended = self.finishes.pop(index)
         if ended.HasField("limits"):
             self._limits = ended.limits
-        self.cache_uses.add(ended.result_cache)
+        self._cache_uses.add(ended.result_cache)
         vector = ended.embedding
         if not vector:
             self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The engine gave no embedding."))

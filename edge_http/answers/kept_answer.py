@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from edge_http.answers.answer import EdgeAnswer
+from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.streamed_answer import StreamedAnswer
+from edge_http.edge import Edge
+from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
+from edge_http.submission import OnSubmitted, RunAnswer, Submission, on_submitted
 from kvloom.errors import KvloomError
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 
 
 class _LastEvent(msgspec.Struct):
@@ -37,3 +43,63 @@ class KeptAnswer(StreamedAnswer):
 
     def _complete(self) -> None:
         self._held = self._formatter.ending(self.usage, self._final_details())
+
+
+class KeptChat(KeptAnswer):
+    """Its events do not have the whole answer, so that a twin collects it."""
+
+    __slots__ = ("_twin",)
+
+    def __init__(
+        self,
+        make_twin: Callable[[Envelope], CollectedAnswer],
+        prompt_sizes: Sequence[int],
+        n: int,
+        formatter: ResponseFormatter,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(prompt_sizes, n, formatter, *more, **options)
+        self._twin = make_twin(formatter.envelope)
+
+    def on_start(self, index: int, start: SequenceStart) -> None:
+        self._twin.on_start(index, start)
+        super().on_start(index, start)
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self._twin.on_tokens(index, delta, token_ids, logprobs)
+        super().on_tokens(index, delta, token_ids, logprobs)
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None:
+        self._twin.on_finish(index, finish)
+        super().on_finish(index, finish)
+
+    def fast_writer(self, index: int) -> None:
+        """There is none: the twin needs all that comes."""
+
+    def response_json(self) -> bytes:
+        if self._twin.error is not None:
+            raise self._twin.error
+        return b"".join(self._twin.body(with_details=False))
+
+
+class KeptRun:
+    """Brings a stream to its end, and stores it before its last event is sent (RunAnswer)."""
+
+    def __init__(self, run: RunAnswer, keep: Callable[[bytes], Awaitable[None]]) -> None:
+        """`keep` stores the JSON of the response. It raises KvloomError."""
+        self._run = run
+        self._keep = keep
+
+    async def __call__(
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
+    ) -> None:
+        """Raises the KvloomError that ended the answer, or because of which it could not be stored."""
+        await self._run(edge, submission, answer, on_submitted)
+        assert isinstance(answer, KeptAnswer)
+        try:
+            await self._keep(answer.response_json())
+        except KvloomError as error:
+            answer.release(error)
+            raise
+        answer.release()

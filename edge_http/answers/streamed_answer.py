@@ -10,7 +10,7 @@ from edge_http.answers.joined_logprobs import JoinedLogprobs
 from edge_http.answers.parsed_output import CountedOutputParser
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.formatting.response_formatter import ChoiceFinish, ResponseFormatter
-from edge_http.wire.headers import BROWNOUT, cache_use, explanation, start_headers
+from edge_http.wire.headers import BROWNOUT, explanation, start_headers
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -35,10 +35,8 @@ class StreamedAnswer(EdgeAnswer):
         "_may_begin_early",
         "_prefixes",
         "_suffix",
-        "_with_cache_use",
         "_with_details",
         "_with_explanation",
-        "_with_receipt",
         "continued_by",
     )
 
@@ -54,8 +52,6 @@ class StreamedAnswer(EdgeAnswer):
         joined: Sequence[JoinedLogprobs] = (),
         with_details: bool,
         with_explanation: bool,
-        with_cache_use: bool = False,
-        with_receipt: bool = False,
         may_begin_early: bool = True,
     ) -> None:
         """`parsed`, `joined`: see Answer. `may_begin_early`: its head may be sent before its fate is known."""
@@ -68,8 +64,6 @@ class StreamedAnswer(EdgeAnswer):
         self._with_explanation = with_explanation
         self.continued_by = ""
         """The model that has written the end, if it is not the one that began; the last chunk says so."""
-        self._with_cache_use = with_cache_use
-        self._with_receipt = with_receipt
         self._may_begin_early = may_begin_early
         self._began_early = False
         """Its head was sent before anything was known of its start."""
@@ -200,7 +194,7 @@ class StreamedAnswer(EdgeAnswer):
     def _final_details(self) -> dict[str, Any] | None:
         """Returns the field `kvloom` of the last chunk; None: there is no such field."""
         details = None
-        if self._with_details or self._with_receipt or self.limited_by:
+        if self._with_details or self.features or self.limited_by:
             details = self.details(wanted=self._with_details)
         if self._began_early and (told := start_headers(self.first_start).get(BROWNOUT)):
             details = {**(details or {}), "brownout": told}
@@ -213,8 +207,8 @@ class StreamedAnswer(EdgeAnswer):
         self._events.cork()  # the first token leaves together with the head
         if not self._events.has_begun:
             more = explanation(self.first_start) if self._with_explanation else {}
-            if self._with_cache_use:
-                more |= cache_use(start.result_cache for start in self.starts.values())
+            for feature in self.features:
+                more |= feature.headers(self, has_ended=False)
             self._events.begin({**self._headers, **start_headers(self.first_start), **more})
         if self._counts:
             self._formatter.repeat_usage(self._counts[index])

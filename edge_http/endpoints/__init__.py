@@ -20,7 +20,6 @@ response_job.py  from the body of a response to its job
 compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued
 background.py  background responses
 ownership.py   who owns stored objects
-keeping.py     brings streams to their end that are stored
 stored_input.py  the stored objects that a response has to do with
 stored.py      responses that are stored: how they are kept and found
 messages.py    POST /v1/messages and POST /v1/messages/count_tokens
@@ -29,7 +28,6 @@ models.py      /v1/models
 lora_adapters.py  POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter
 masking.py      hides personal data from models
 moderating.py   moderation in line
-wrapped_run.py  how an answer that is judged or has hidden texts comes to its end
 moderations.py  POST /v1/moderations
 guardrail.py    POST /beta/litellm_basic_guardrail_api
 tokenization.py  POST /tokenize and POST /detokenize

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from edge_http.answers.bill import AnswerBill
-from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.collected_answer import CollectedAnswer
+from edge_http.answers.features import begin_features
+from edge_http.answers.kept_answer import KeptRun
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import AdmissionPermit, Edge
+from edge_http.admission import AdmissionPermit
+from edge_http.edge import Edge
 from edge_http.endpoints.generation_job import GenerationJob
-from edge_http.endpoints.keeping import KeptRun
 from edge_http.endpoints.link_requests import link_requests
+from edge_http.endpoints.moderating import wrapped_run
 from edge_http.endpoints.objectives import seconds_left, set_objectives
 from edge_http.endpoints.priority_class import served_class
 from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
-from edge_http.endpoints.wrapped_run import wrapped_run
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
+from edge_http.offered_models import OfferedModels
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import RunAnswer, RunAnyAnswer, Submission, run_resumable, run_submission
-from edge_http.tenant_usage import TenantUsage
+from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
-    BUDGET_REMAINING,
-    COST,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
-    cache_use,
     explanation,
     last_event_id,
     moved,
@@ -50,18 +47,15 @@ from edge_http.wire.request_headers import NO_WISHES
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
-from kvloom.v1 import router_service_pb2
 from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
-
-_BILL_HEADERS: Final = {"cost": COST, "budget_remaining": BUDGET_REMAINING}
 
 
 async def read_prompt_body(edge: Edge, request: web.BaseRequest, lease: ByteLease) -> bytes:
     """Read the body of an admitted request whose prompt is to be tokenized next. Raises KvloomError."""
     raw = await read_json_body(request, edge.config, lease)
-    await edge.fair_yield.take(len(raw))
-    edge.check_room()
+    await edge.admission.fair_yield.take(len(raw))
+    edge.admission.check_room()
     return raw
 
 
@@ -70,27 +64,28 @@ async def generate(
     request: web.BaseRequest,
     permit: AdmissionPermit,
     job: GenerationJob,
-    held: CascadeCandidate | None = None,
     run: RunAnswer = run_submission,
     streamed_by: Callable[..., StreamedAnswer] = StreamedAnswer,
 ) -> web.StreamResponse:
-    """Submit the job and deliver its answer; `held`: the answer is there already, and belongs to this connection. `run`
-    brings a stream to its end, and `streamed_by` makes it. Raises KvloomError while nothing has been sent."""
+    """Submit the job and deliver its answer. `run` brings the answer to its end, and `streamed_by` makes it if it is a
+    stream. Raises KvloomError while nothing has been sent."""
     asked = job.asked
     if asked is not NO_WISHES or edge.may_have_classes:
         schedule(edge, request, job)
-    if held is None:
-        check_job_window(edge, job)
-    envelope = _envelope(job, new_response_id(job.id_prefix, edge.tag) if held is None else held.response_id)
+    if not job.response_id:
+        check_job_window(edge.models, job)
+    envelope = _envelope(job, job.response_id or new_response_id(job.id_prefix, edge.tag))
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
     key = asked.idempotency_key
-    wrapped = None
     if job.moderation is not None or job.originals:
-        wrapped, held = wrapped_run(edge, request, job, formatter, held), None
-        run = wrapped if job.keep is None or not job.stream else KeptRun(wrapped, job.keep)
+        run = wrapped_run(edge, request, job, formatter, run)
     if not job.stream:
-        return await _collect(edge, request, permit, job, formatter, name, key, held, wrapped)
+        response = _response_name(edge, request, job, name, key) if key else None
+        make = functools.partial(_whole_body, edge, request, job, formatter, name, run)
+        return await deliver_whole(edge, request, permit, response, make)
+    if job.keep is not None:
+        run = KeptRun(run, job.keep)
     is_resumable = edge.resume.is_wanted(asked.resume)
     if is_resumable or key:
         return await _stream_resumable(
@@ -101,14 +96,11 @@ async def generate(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, job)
     )
     begin_answer(name, job.model.name, streamed)
-    if edge.usage is not None and job.asked.wants_details:
-        streamed.bill = _bill(edge.usage, edge, request, job)
+    if edge.features:
+        begin_features(edge.features, edge, request, job, streamed)
     edge.keep_alive.add(streamed)
     try:
-        if held is None:
-            await run(edge, submission_of(edge, request, job, name), streamed)
-        else:
-            await held.deliver(streamed, request.writer.drain, job.deadline)
+        await run(edge, submission_of(edge, request, job, name), streamed)
     except KvloomError:
         if not events.has_begun:
             raise
@@ -126,19 +118,12 @@ def schedule(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> None:
     set_objectives(edge, request, job)
 
 
-def _bill(usage: TenantUsage, edge: Edge, request: web.BaseRequest, job: GenerationJob) -> AnswerBill | None:
-    principal = edge.callers.principal_of(request)
-    if principal is None:
-        return None
-    return usage.bill(principal, job.model.name, is_batch=job.wanted.tier == router_service_pb2.TIER_BATCH)
-
-
-def check_job_window(edge: Edge, job: GenerationJob) -> None:
+def check_job_window(models: OfferedModels, job: GenerationJob) -> None:
     """To be called before a job's submission: it also asks for the markers that its parser needs. Raises KvloomError
     (CONTEXT_LENGTH_EXCEEDED)."""
     if job.shape.parser is not None:
         fit_to_parser(job.sampling, job.stop, job.shape.parser, job.model.tokenizer)
-    window = edge.window(job.model.name)
+    window = models.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
         for prompt in job.prompts:
@@ -157,23 +142,6 @@ def _envelope(job: GenerationJob, response_id: str) -> Envelope:
     )
 
 
-async def _collect(
-    edge: Edge,
-    request: web.BaseRequest,
-    permit: AdmissionPermit,
-    job: GenerationJob,
-    formatter: ResponseFormatter,
-    name: str,
-    key: str,
-    held: CascadeCandidate | None,
-    wrapped: RunAnyAnswer | None,
-) -> web.StreamResponse:
-    """Deliver an answer in one piece."""
-    response = _response_name(edge, request, job, name, key) if key else None
-    make = functools.partial(_whole_body, edge, request, job, formatter, name, held, wrapped)
-    return await deliver_whole(edge, request, permit, response, make)
-
-
 async def deliver_whole(
     edge: Edge,
     request: web.BaseRequest,
@@ -185,12 +153,12 @@ async def deliver_whole(
     part of the `response`'s name, it is made by a task of its own, and kept. None: there is no key."""
     caller = edge.callers.caller_of(request)
     if response is None:
-        with edge.collected.lease(caller) as lease:
+        with edge.admission.collected.lease(caller) as lease:
             return await send_whole_body(edge, request, await make(lease))
     known = await find_idempotent(edge, request, response)
     if known is not None:
         return await deliver_found(edge, request, known, 0, is_replay=True)
-    lease = edge.collected.lease(caller)
+    lease = edge.admission.collected.lease(caller)
     permit.handed_over = True
     kept = edge.idempotent_answers.begin(response, lease, make(lease), permit.release)
     return await deliver_kept(edge, request, kept, is_replay=False)
@@ -199,12 +167,12 @@ async def deliver_whole(
 async def collected_within(edge: Edge, request: web.BaseRequest, job: GenerationJob) -> bytes:
     """The body of an answer that the answer of the request needs. Raises KvloomError."""
     schedule(edge, request, job)
-    check_job_window(edge, job)
+    check_job_window(edge.models, job)
     name = new_response_id(job.id_prefix, edge.tag)
     formatter = formatter_of(job.shape, _envelope(job, name), job.model.tokenizer)
-    wrapped = wrapped_run(edge, request, job, formatter, None) if job.originals else None
-    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
-        body = await _whole_body(edge, request, job, formatter, name, None, wrapped, lease)
+    run = wrapped_run(edge, request, job, formatter, run_submission) if job.originals else run_submission
+    with edge.admission.collected.lease(edge.callers.caller_of(request)) as lease:
+        body = await _whole_body(edge, request, job, formatter, name, run, lease)
         return b"".join(body.pieces)
 
 
@@ -214,8 +182,7 @@ async def _whole_body(
     job: GenerationJob,
     formatter: ResponseFormatter,
     name: str,
-    held: CascadeCandidate | None,
-    wrapped: RunAnyAnswer | None,
+    run: RunAnswer,
     lease: ByteLease,
 ) -> WholeBody:
     """Raises KvloomError."""
@@ -224,28 +191,20 @@ async def _whole_body(
     limit = edge.config.max_answer_bytes
     collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
     begin_answer(name, job.model.name, collected)
-    if edge.usage is not None:
-        collected.bill = _bill(edge.usage, edge, request, job)
-    if wrapped is not None:
-        await wrapped(edge, submission_of(edge, request, job, name), collected)
-    elif held is None:
-        await run_submission(edge, submission_of(edge, request, job, name), collected)
-    else:
-        await held.deliver(collected, request.writer.drain, job.deadline)
+    if edge.features:
+        begin_features(edge.features, edge, request, job, collected)
+    await run(edge, submission_of(edge, request, job, name), collected)
     pieces = collected.body(with_details=job.asked.wants_details)
     if job.rewrite is not None:
         pieces = [job.rewrite(b"".join(pieces))]
     if job.keep is not None:
         await job.keep(b"".join(pieces))
     more = explanation(collected.first_start) if job.asked.wants_explanation else {}
-    if edge.has_result_cache:
-        more |= cache_use(start.result_cache for start in collected.starts.values())
+    for feature in collected.features:
+        more |= feature.headers(collected, has_ended=True)
     if moves := collected.moves:
         more |= moved(moves, collected.failover)
-    headers = {**job.headers, **start_headers(collected.first_start), **more}
-    if collected.bill is not None:
-        headers.update((_BILL_HEADERS[name], value) for name, value in collected.bill_details().items())
-    return WholeBody(pieces, collected.num_bytes, headers)
+    return WholeBody(pieces, collected.num_bytes, {**job.headers, **start_headers(collected.first_start), **more})
 
 
 async def _stream_resumable(
@@ -283,8 +242,8 @@ async def _stream_resumable(
         answer = streamed_by(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(edge, job))
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
-    if edge.usage is not None and job.asked.wants_details:
-        answer.bill = _bill(edge.usage, edge, request, job)
+    if edge.features:
+        begin_features(edge.features, edge, request, job, answer)
     edge.keep_alive.add(answer)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
@@ -308,8 +267,6 @@ def _stream_options(edge: Edge, job: GenerationJob) -> dict[str, Any]:
         else (),
         "with_details": job.asked.wants_details,
         "with_explanation": job.asked.wants_explanation,
-        "with_cache_use": edge.has_result_cache,
-        "with_receipt": edge.receipt_keys is not None,
         "may_begin_early": not job.has_fallback_model,  # which can only take it before anything was sent
     }
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
 from aiohttp import web
 
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.shape import parsed_outputs
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import check_job_window, submission_of
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.resume.response_name import new_response_id
-from edge_http.submission import Submission, run_submission
+from edge_http.submission import OnSubmitted, Submission, on_submitted, run_submission
 from edge_http.wire.request_record import begin_answer
 from kvloom.errors import KvloomError
 from kvloom.sampling import with_chosen_logprobs
@@ -30,13 +33,31 @@ _CALL_FIELDS: Final = ("tools", "functions")
 """The fields of a guide that is about calls: their arguments are judged by the tools' own schemas."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldRun:
+    """Delivers an answer that is there already (RunAnswer)."""
+
+    held: CascadeCandidate
+    drain: Callable[[], Awaitable[None]]
+    deadline: float | None
+
+    async def __call__(
+        self,
+        edge: Edge,  # noqa: ARG002
+        submission: Submission,  # noqa: ARG002
+        answer: EdgeAnswer,
+        on_submitted: OnSubmitted = on_submitted,  # noqa: ARG002
+    ) -> None:
+        await self.held.deliver(answer, self.drain, self.deadline)
+
+
 async def hold_candidate(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, cascade: Cascade, lease: ByteLease
 ) -> tuple[CascadeCandidate, Objection | None]:
     """The answer of the job's model, and what is wrong with it; None: it may be delivered. What no client gets is
     counted. Raises KvloomError if there is no answer."""
     tests = cascade.tests
-    check_job_window(edge, job)
+    check_job_window(edge.models, job)
     name = new_response_id(job.id_prefix, edge.tag)
     shows_logprobs = job.sampling.HasField("logprobs")
     parsed = parsed_outputs(job.shape, job.num_choices)

@@ -61,7 +61,7 @@ async def managed_job(
     job = await response_job(edge, request, raw, body, model, stored, search=search)
     if not body.context_management:
         return job
-    window = edge.window(model.name)
+    window = edge.models.window(model.name)
     threshold = body.context_management[0].compact_threshold or int(window * WINDOW_SHARE)
     if not threshold or job.prompt_sizes[0] < threshold:
         return job
@@ -110,7 +110,7 @@ async def _summarizing_job(
         if error.reason != ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED:
             raise
         return None
-    if window := edge.window(model.name):
+    if window := edge.models.window(model.name):
         room = window - job.prompt_sizes[0]
         if room <= 0:
             return None

@@ -15,13 +15,14 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.answer_part import AnswerPart
 from edge_http.answers.continuation_prompt import NOTHING, CarriedText, progress_in_tokens, remaining_stop
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import submission_of
 from edge_http.endpoints.generation_job import GenerationJob
-from edge_http.submission import OnSubmitted, Submission, run_submission
+from edge_http.submission import OnSubmitted, Submission, on_submitted, run_submission
 from kvloom.errors import KvloomError
 from kvloom.router_link.request import ChoiceProgress
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -67,8 +68,9 @@ class ContinuedRun:
     """The same request for the models that may continue it, best first, each once. They can be continued, too."""
 
     async def __call__(
-        self, edge: Edge, submission: Submission, answer: StreamedAnswer, on_submitted: OnSubmitted = lambda *_: None
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
     ) -> None:
+        assert isinstance(answer, StreamedAnswer)
         job, carried, loss = self.job, NOTHING, None
         name = _request_id(submission)
         number = 0
@@ -100,7 +102,7 @@ class ContinuedRun:
 
     async def _next(self, edge: Edge, carried: CarriedText, name: str) -> _Next | None:
         """The submission to the next model that can continue the text; None: there is none."""
-        await edge.fair_yield.take(len(carried.text))
+        await edge.admission.fair_yield.take(len(carried.text))
         async for job in self.successors:
             try:
                 token_ids = await job.model.tokenizer.encode(
@@ -109,7 +111,7 @@ class ContinuedRun:
             except KvloomError:  # too much is being tokenized
                 continue
             progress = progress_in_tokens(carried, token_ids, job.model.tokenizer, job.stop)
-            window, num_prompt_tokens = edge.window(job.model.name), job.prompt_sizes[0]
+            window, num_prompt_tokens = edge.models.window(job.model.name), job.prompt_sizes[0]
             if progress is None or 0 < window <= num_prompt_tokens:
                 continue
             room = window - num_prompt_tokens if window else 0

@@ -11,7 +11,9 @@ from typing import Generic, TypeVar
 
 from aiohttp import web
 
-from edge_http.edge import EMBED, Edge, ServedModel
+from edge_http.edge import Edge
+from edge_http.offered_models import EMBED, OfferedModels
+from kvloom_common.models.served_model import ServedModel
 from edge_http.endpoints.answering import deliver_whole, read_prompt_body
 from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
 from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
@@ -50,14 +52,14 @@ class EmbeddingApi(Generic[Body]):
 async def serve_embedding(edge: Edge, request: web.BaseRequest, api: EmbeddingApi[Body]) -> web.StreamResponse:
     """Serve a POST that embeds. Raises KvloomError while nothing has been sent."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller) as permit:
-        with edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller) as permit:
+        with edge.admission.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
             body = api.decode(raw, edge.fields, request.headers)
-            edge.check_requested_models(request, body.model, body.models)
+            edge.models.check_requested(request, body.model, body.models)
             job = None
-            if not edge.routes.is_needed(body.model, body.models, edge.models, is_answer=False):
-                job = await api.make_job(edge, request, body, edge.find_embedding_model(body.model, api.use))
+            if not edge.models.routes.is_needed(body.model, body.models, edge.models.by_name, is_answer=False):
+                job = await api.make_job(edge, request, body, edge.models.find_embedding(body.model, api.use))
         response_id = new_response_id(api.id_prefix, edge.tag)
         key = headers_of(request).idempotency_key
         name = None
@@ -86,7 +88,7 @@ async def _single_body(
         return await embedding_body(edge, request, job, response_id, lease)
     except KvloomError as error:
         passed = [(body.model, error)]
-        chosen = ChosenRoute(list(fallback_models(passed, edge.models)), body.model)
+        chosen = ChosenRoute(list(fallback_models(passed, edge.models.by_name)), body.model)
         if not chosen.models:
             raise
     lease.resize(0)
@@ -98,23 +100,23 @@ def _choose(
 ) -> ChosenRoute:
     """The models to try. Raises KvloomError (INVALID_ARGUMENT)."""
     more = body.models or ()
-    able = {model.name for model in edge.models.values() if _may_embed(edge, model, api.use)}
-    able = sorted(edge.usable(request, able))
+    able = {model.name for model in edge.models.by_name.values() if _may_embed(edge.models, model, api.use)}
+    able = sorted(edge.models.usable(request, able))
     if not api.use:
-        edge.routes.check_comparable(body.model, more, able, edge.resolved_name)
+        edge.models.routes.check_comparable(body.model, more, able, edge.models.resolved_name)
     facts = RouteFacts(
         num_body_bytes // BYTES_PER_TOKEN,
         frozenset(),
         is_batch=False,
         share_key=share_key(edge, request, body),
-        user_text=api.user_text(body) if edge.routes.reads_text else "",
+        user_text=api.user_text(body) if edge.models.routes.reads_text else "",
         is_answer=False,
     )
-    return edge.routes.choose(body.model, more, facts, able)
+    return edge.models.routes.choose(body.model, more, facts, able)
 
 
-def _may_embed(edge: Edge, model: ServedModel, use: str) -> bool:
-    info = edge.model_info(model.name)
+def _may_embed(models: OfferedModels, model: ServedModel, use: str) -> bool:
+    info = models.info(model.name)
     return model.adapter is None and info is not None and {EMBED, use or EMBED}.issubset(info.capabilities)
 
 
@@ -132,12 +134,12 @@ async def _routed_body(
     # All attempts together have the time of one.
     deadline = asyncio.get_running_loop().time() + edge.request_timeout_seconds
     passed: list[tuple[str, KvloomError]] = []
-    for name in itertools.chain(chosen.models, fallback_models(passed, edge.models)):
+    for name in itertools.chain(chosen.models, fallback_models(passed, edge.models.by_name)):
         if name in chosen.cascades:  # there is no answer to judge, so it goes to the model that is not judged
             continue
         try:
-            model = edge.find_embedding_model(name, api.use)
-            edge.model_able_to(name, ())
+            model = edge.models.find_embedding(name, api.use)
+            edge.models.find_able(name, ())
             job = await api.make_job(edge, request, body, model)
             job.headers, job.deadline = route_headers(chosen, model.name, passed), deadline
             # The name of a request that has just been cancelled may be in use still.
@@ -147,5 +149,5 @@ async def _routed_body(
             pass_on(passed, name, error)
             lease.resize(0)  # the vectors that it had got
     if not passed:  # "auto", and there is no model
-        edge.usable_model(request, body.model)
+        edge.models.find_usable(request, body.model)
     raise error_to_report(passed)

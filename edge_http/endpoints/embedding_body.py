@@ -18,7 +18,6 @@ from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.submission import Submission, run_submission
 from edge_http.wire.fair_yield import LONG_BODY_BYTES
 from edge_http.wire.headers import (
-    cache_use,
     explanation,
 )
 from edge_http.wire.request_record import begin_answer
@@ -59,10 +58,10 @@ async def embedding_body(
         lease.take(len(piece))
         num_bytes += len(piece)
         pieces.append(piece)
-        await edge.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
+        await edge.admission.fair_yield.take(max(len(piece), LONG_BODY_BYTES))
     more = explanation(inputs.first_start) if job.asked.wants_explanation else {}
-    if edge.has_result_cache:
-        more |= cache_use(inputs.cache_uses)
+    for feature in edge.features:
+        more |= feature.headers(inputs, has_ended=True)
     if served is not None:
         more |= served.headers
     return WholeBody(pieces, num_bytes, {**job.headers, **more})

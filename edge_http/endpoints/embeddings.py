@@ -32,10 +32,10 @@ async def embeddings(edge: Edge, request: web.BaseRequest) -> web.StreamResponse
 
 async def _job(edge: Edge, request: web.BaseRequest, body: EmbeddingsBody, model: ServedModel) -> EmbeddingJob:
     """Validate and tokenize a body. Raises KvloomError."""
-    info = edge.model_info(model.name)
+    info = edge.models.info(model.name)
     check_dimensions(body.dimensions, info.embedding_size if info is not None else 0)
     scope = edge.callers.cache_scope_of(request)
-    prompts = await input_prompts(body.input, model.tokenizer, edge.window(model.name), scope=scope)
+    prompts = await input_prompts(body.input, model.tokenizer, edge.models.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, _response_id: str) -> AsyncIterator[Buffer]:
         check_dimensions(body.dimensions, len(inputs.vectors[0]) // 4)

@@ -154,7 +154,7 @@ async def _fitting(
     edge: Edge, request: web.BaseRequest, passages: list[FilePassage], model: ServedModel
 ) -> list[FilePassage]:
     """The passages for which there is room, the best first."""
-    window, scope = edge.window(model.name), edge.callers.cache_scope_of(request)
+    window, scope = edge.models.window(model.name), edge.callers.cache_scope_of(request)
     room = min(window // WINDOW_SHARE, MAX_PASSAGE_TOKENS) if window else MAX_PASSAGE_TOKENS
     kept: list[FilePassage] = []
     for passage in passages:

@@ -83,7 +83,7 @@ async def _chat_job(
     if edge.config.masks_prompts:
         conversation = session_key(request, body.prompt_cache_key)
         messages, originals = await masked(edge, request, messages, body.guardrails, conversation, sampling)
-    window = edge.generation_window(model.name)
+    window = edge.models.generation_window(model.name)
     scope, options = edge.callers.cache_scope_of(request), template_options(body)
     prompt, rendered = await chat_prompt(
         messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=is_continued(body)
@@ -152,7 +152,7 @@ async def _completion_job(
     n = num_choices(body)
     guide = guide_of(body)
     sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
-    window, scope = edge.generation_window(model.name), edge.callers.cache_scope_of(request)
+    window, scope = edge.models.generation_window(model.name), edge.callers.cache_scope_of(request)
     prompts = await completion_prompts(body, n, model.tokenizer, window, scope=scope)
     if body.truncate_prompt_tokens is not None:
         prompts = [truncated(prompt, body.truncate_prompt_tokens, window, stop.max_tokens) for prompt in prompts]

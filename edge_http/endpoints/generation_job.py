@@ -36,6 +36,8 @@ class GenerationJob(TimedJob):
     """The field of the body that requested guided decoding; "" when none did."""
     prompt_report: PromptReport | None = None
     """The part of its prompt that the answer repeats; None: nothing."""
+    response_id: str = ""
+    """That of an answer that is there already; ""."""
     service_tier: str = ""
     keep: Callable[[bytes], Coroutine[Any, Any, None]] | None = None
     """Stores the JSON of the response, before its client is told that it has ended. Raises KvloomError. None: it is not

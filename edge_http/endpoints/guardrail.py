@@ -65,7 +65,7 @@ _DECODER: Final = msgspec.json.Decoder(GuardrailBody)
 async def guardrail(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Judge texts as if the key's tenant had sent them here, or got them from here."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         body = decode_body(_DECODER, await read_json_body(request, edge.config, lease))
         if body.images:
             raise unsupported("images: the safety policy judges texts only.", "images")

@@ -12,6 +12,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from edge_http.edge import Edge
+from edge_http.offered_models import OfferedModels
 from edge_http.openai.lora_adapters import LoadAdapterBody, decode_load, decode_unload
 from edge_http.supervisor import supervisor
 from edge_http.wire.body import read_json_body
@@ -33,20 +34,20 @@ _NO_SUPERVISOR: Final = (
 async def load_lora_adapter(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/load_lora_adapter."""
     body = decode_load(await _body(edge, request))
-    model = _base_model(edge, body)
+    model = _base_model(edge.models, body)
     name = full_name(model, body.lora_name)
-    if name in edge.models:
+    if name in edge.models.by_name:
         raise invalid_argument(f"The lora adapter '{body.lora_name}' has already been loaded.", "lora_name")
     path = await asyncio.to_thread(_allowed_path, edge.config.adapters_dir, body.lora_path)
     await _run(edge, "LoadModelAdapter", LoadModelAdapterRequest(model=model, name=body.lora_name, path=str(path)))
-    await _until_known(edge, name, is_known=True)
+    await _until_known(edge.models, name, is_known=True)
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def unload_lora_adapter(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/unload_lora_adapter."""
     body = decode_unload(await _body(edge, request))
-    served = edge.models.get(body.lora_name)
+    served = edge.models.by_name.get(body.lora_name)
     if served is None or served.adapter is None:
         raise KvloomError(
             ErrorReason.ERROR_REASON_MODEL_NOT_FOUND,
@@ -56,7 +57,7 @@ async def unload_lora_adapter(edge: Edge, request: web.BaseRequest) -> web.Strea
     name = served.adapter.name
     wanted = UnloadModelAdapterRequest(model=served.base_name, name=name, timeout_seconds=TIMEOUT_SECONDS)
     await _run(edge, "UnloadModelAdapter", wanted)
-    await _until_known(edge, served.name, is_known=False)
+    await _until_known(edge.models, served.name, is_known=False)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
@@ -66,19 +67,19 @@ async def _body(edge: Edge, request: web.BaseRequest) -> bytes:
         message = "This path does not exist (edge.allow_adapter_changes is false)."
         raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message)
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         return await read_json_body(request, edge.config, lease)
 
 
-def _base_model(edge: Edge, body: LoadAdapterBody) -> str:
+def _base_model(models: OfferedModels, body: LoadAdapterBody) -> str:
     """The model of the adapter: the only one, if none is named. Raises KvloomError."""
     if body.base_model_name is not None:
         try:
-            return _without_adapter(edge.find_model(body.base_model_name))
+            return _without_adapter(models.find(body.base_model_name))
         except KvloomError as error:
             error.field = "base_model_name"
             raise
-    names = {model.name for model in edge.models.values() if model.adapter is None}
+    names = {model.name for model in models.by_name.values() if model.adapter is None}
     if len(names) != 1:
         message = f"There are {len(names)} models: base_model_name must say for which one the adapter is."
         raise invalid_argument(message, "base_model_name")
@@ -115,11 +116,11 @@ async def _run(edge: Edge, rpc: str, request: Any) -> None:
         raise
 
 
-async def _until_known(edge: Edge, name: str, *, is_known: bool) -> None:
+async def _until_known(models: OfferedModels, name: str, *, is_known: bool) -> None:
     """Wait a moment, so that the caller's next request finds what this one has done."""
     try:
         async with asyncio.timeout(KNOWN_TIMEOUT_SECONDS):
-            while (name in edge.models) is not is_known:  # noqa: ASYNC110  (the catalogue has no event)
+            while (name in models.by_name) is not is_known:  # noqa: ASYNC110  (the catalogue has no event)
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
     except TimeoutError:
         pass

@@ -15,7 +15,7 @@ from aiohttp import web
 from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.restoring_answer import RestoringAnswer
 from edge_http.edge import Edge
-from edge_http.submission import OnSubmitted, RunAnyAnswer, Submission
+from edge_http.submission import OnSubmitted, RunAnswer, Submission, on_submitted
 from kvloom.errors import unsupported
 from kvloom.text.chat_message import ChatMessage
 from kvloom.v1.generation_pb2 import SamplingParams
@@ -72,13 +72,13 @@ def _with_texts(message: ChatMessage, texts: Sequence[str]) -> ChatMessage:
 class RestoredRun:
     """Brings an answer to its end as `inner` does, with the hidden texts in it."""
 
-    inner: RunAnyAnswer
+    inner: RunAnswer
     originals: Mapping[str, str]
     prompt_sizes: Sequence[int]
     n: int
 
     async def __call__(
-        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = lambda *_: None
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
     ) -> None:
         for each in submission.requests:
             if each is not None:

@@ -73,10 +73,10 @@ async def count_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamRespon
     """Serve POST /v1/messages/count_tokens."""
     check_version(request.headers.get(ANTHROPIC_VERSION))
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         body = decode_count_tokens(raw, edge.config.max_messages, edge.fields, request.headers)
-        model = edge.usable_model(request, body.model)
+        model = edge.models.find_usable(request, body.model)
         async with side_call(edge, request, len(raw)) as call:
             prepared = await _prepared(edge, request, body, model)
             call.num_tokens = len(prepared.prompt.token_ids)
@@ -93,7 +93,7 @@ async def _job(
     stop_conditions(body, max_tokens)  # refuses before anything is tokenized
     prepared = await _prepared(edge, request, body, model, guardrails=body.guardrails)
     num_prompt_tokens = len(prepared.prompt.token_ids)
-    room = _room(edge.window(prepared.model.name), num_prompt_tokens)
+    room = _room(edge.models.window(prepared.model.name), num_prompt_tokens)
     options = MessageOptions(
         is_text=prepared.parser is None,
         is_single_call=prepared.tools.is_single_call,
@@ -157,7 +157,7 @@ async def _prepared(
         plan.tools,
         template_options(body),
         model.tokenizer,
-        edge.generation_window(model.name),
+        edge.models.generation_window(model.name),
         scope=scope,
         is_continued=continues,
     )

@@ -11,6 +11,7 @@ from aiohttp import web
 from edge_http.anthropic.models import model_object, page_of
 from edge_http.anthropic.requests import check_version
 from edge_http.edge import Edge
+from edge_http.offered_models import OfferedModels
 from edge_http.wire.headers import ANTHROPIC_REQUEST_ID, ANTHROPIC_VERSION, is_anthropic, request_id
 from edge_http.wire.json_response import json_response
 from kvloom_common.config import RouteConfig
@@ -20,43 +21,43 @@ from kvloom_common.models.served_model import ServedModel
 
 async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     if is_anthropic(request):
-        models = [_anthropic_object(edge, name, model) for name, model in _listed(edge, request)]
+        models = [_anthropic_object(edge.models, name, model) for name, model in _listed(edge.models, request)]
         return _anthropic_response(request, page_of(models, request.query))
-    models = [_model_object(edge, name, model) for name, model in _listed(edge, request)]
-    named = edge.usable(request, [name for name in edge.routes.by_name if name not in edge.models])
-    routes = [_route_object(edge, edge.routes.by_name[name]) for name in named]
+    models = [_model_object(edge.models, name, model) for name, model in _listed(edge.models, request)]
+    named = edge.models.usable(request, [name for name in edge.models.routes.by_name if name not in edge.models.by_name])
+    routes = [_route_object(edge.models, edge.models.routes.by_name[name]) for name in named]
     return json_response({"object": "list", "data": models + routes})
 
 
 async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     name = unquote(request.path.removeprefix("/v1/models/"))
-    edge.check_models(request, (name,))
-    route = edge.routes.by_name.get(name)
-    if route is not None and name not in edge.models and not is_anthropic(request):
-        return json_response(_route_object(edge, route))
-    model = edge.find_model(name)
+    edge.models.check(request, (name,))
+    route = edge.models.routes.by_name.get(name)
+    if route is not None and name not in edge.models.by_name and not is_anthropic(request):
+        return json_response(_route_object(edge.models, route))
+    model = edge.models.find(name)
     if is_anthropic(request):
-        return _anthropic_response(request, _anthropic_object(edge, name, model))
-    return json_response(_model_object(edge, name, model))
+        return _anthropic_response(request, _anthropic_object(edge.models, name, model))
+    return json_response(_model_object(edge.models, name, model))
 
 
-def _listed(edge: Edge, request: web.BaseRequest) -> Iterator[tuple[str, ServedModel]]:
+def _listed(models: OfferedModels, request: web.BaseRequest) -> Iterator[tuple[str, ServedModel]]:
     """Models that the caller may use, by all their names, then each adapter once: by its own name if that is enough."""
     adapters: dict[str, str] = {}
-    for name in edge.usable(request, list(edge.models)):
-        model = edge.models[name]
+    for name in models.usable(request, list(models.by_name)):
+        model = models.by_name[name]
         if model.adapter is None:
             yield name, model
         elif name in (model.name, model.adapter.name):
             adapters[model.name] = min(name, adapters.get(model.name, name), key=len)
     for name in adapters.values():
-        yield name, edge.models[name]
+        yield name, models.by_name[name]
 
 
-def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
+def _model_object(models: OfferedModels, name: str, model: ServedModel) -> dict[str, Any]:
     """Return OpenAI's model object with vLLM's `max_model_len`, `root` (the model of an alias) and `parent` (that of an
     adapter), and what the shards say."""
-    info = edge.model_info(model.name)
+    info = models.info(model.name)
     num_ready_shards = info.num_ready_shards if info else 0
     if info and model.adapter is not None:
         num_ready_shards = sum(one.num_ready_shards for one in info.adapters if one.name == model.adapter.name)
@@ -74,14 +75,14 @@ def _model_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _route_object(edge: Edge, route: RouteConfig) -> dict[str, Any]:
+def _route_object(models: OfferedModels, route: RouteConfig) -> dict[str, Any]:
     """Returns a route's object, like that of a model, with what its models have in common."""
-    models = [edge.models[name] for name in models_of(route) if name in edge.models]
-    infos = [info for model in models if (info := edge.model_info(model.name))]
+    own = [models.by_name[name] for name in models_of(route) if name in models.by_name]
+    infos = [info for model in own if (info := models.info(model.name))]
     return {
         "id": route.name,
         "object": "model",
-        "created": min((model.created for model in models), default=0),
+        "created": min((model.created for model in own), default=0),
         "owned_by": "kvloom",
         "root": None,
         "parent": None,
@@ -92,8 +93,8 @@ def _route_object(edge: Edge, route: RouteConfig) -> dict[str, Any]:
     }
 
 
-def _anthropic_object(edge: Edge, name: str, model: ServedModel) -> dict[str, Any]:
-    return model_object(name, model.created, edge.window(model.name) or None)
+def _anthropic_object(models: OfferedModels, name: str, model: ServedModel) -> dict[str, Any]:
+    return model_object(name, model.created, models.window(model.name) or None)
 
 
 def _anthropic_response(request: web.BaseRequest, body: dict[str, Any]) -> web.Response:

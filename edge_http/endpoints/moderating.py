@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
 from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.moderated_answer import ModeratedAnswer
 from edge_http.edge import Edge
+from edge_http.endpoints.masking import RestoredRun
 from edge_http.formatting.json_bytes import Json
 from edge_http.formatting.moderation import model_of, result_objects
 from edge_http.formatting.response_formatter import InlineResults, ResponseFormatter
 from edge_http.openai.requests import InlineModeration
-from edge_http.submission import OnSubmitted, RunAnyAnswer, Submission
+from edge_http.submission import OnSubmitted, RunAnswer, Submission, on_submitted
+from edge_http.wire.request_headers import RequestHeaders
 from kvloom.errors import KvloomError
 from kvloom.text.chat_message import ChatMessage
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -71,12 +73,12 @@ class ModeratedRun:
     n: int
     drain: Callable[[], Awaitable[None]]
     """Returns when the client has room for more."""
-    run: RunAnyAnswer
+    run: RunAnswer
     """How the answer comes to its end."""
     deadline: float | None = None
 
     async def __call__(
-        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = lambda *_: None
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
     ) -> None:
         for each in submission.requests:
             if each is not None:
@@ -85,7 +87,7 @@ class ModeratedRun:
         try:
             if self.wanted.blocks_input:
                 _check_input(await judging)
-            with edge.collected.lease(edge.callers.caller_of(self.request)) as lease:
+            with edge.admission.collected.lease(edge.callers.caller_of(self.request)) as lease:
                 part = await self._run(edge, submission, answer, on_submitted, lease)
                 output = await _judge(edge, part.texts)
                 if self.wanted.blocks_output:
@@ -131,3 +133,29 @@ def _check_input(verdict: _Verdict) -> None:
 
 def _message(what: str, categories: str) -> str:
     return f"The safety policy flags this {what}: {categories}."
+
+
+class WrappedJob(Protocol):
+    """The part of a GenerationJob that matters here."""
+
+    asked: RequestHeaders
+    stream: bool
+    deadline: float | None
+    prompt_sizes: Sequence[int]
+    moderation: WantedModeration | None
+    originals: Mapping[str, str]
+
+    @property
+    def n(self) -> int: ...
+
+
+def wrapped_run(
+    edge: Edge, request: web.BaseRequest, job: WrappedJob, form: ResponseFormatter, run: RunAnswer
+) -> RunAnswer:
+    """Returns the run of an answer that is judged before it ends, or has hidden texts put back, or both, and that `run`
+    would bring to its end otherwise."""
+    is_here = job.stream and not edge.resume.is_wanted(job.asked.resume) and not job.asked.idempotency_key
+    drain = request.writer.drain if is_here else lambda: asyncio.sleep(0)
+    if job.moderation is not None:
+        run = ModeratedRun(request, job.moderation, form, job.prompt_sizes, job.n, drain, run, job.deadline)
+    return RestoredRun(run, job.originals, job.prompt_sizes, job.n) if job.originals else run

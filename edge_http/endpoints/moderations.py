@@ -22,7 +22,7 @@ MAX_CHARS: Final = 2**20
 
 async def moderations(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         raw = await read_json_body(request, edge.config, lease)
         texts = moderation_texts(decode_moderation(raw, edge.fields, request.headers), MAX_TEXTS, MAX_CHARS)
         async with side_call(edge, request, sum(map(len, texts))):

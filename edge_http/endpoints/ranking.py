@@ -51,7 +51,7 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, mo
     """Validate and tokenize a body. Raises KvloomError."""
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
     scope = edge.callers.cache_scope_of(request)
-    prompts = await text_prompts(texts, fields, model.tokenizer, edge.window(model.name), scope=scope)
+    prompts = await text_prompts(texts, fields, model.tokenizer, edge.models.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
         query = unit_vector(inputs.vectors[0])
@@ -59,7 +59,7 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, mo
         for number, vector in enumerate(inputs.vectors[1:], 1):
             scores.append(cosine(query, unit_vector(vector)))
             if number % PAIRS_IN_A_ROW == 0:
-                await edge.fair_yield.take(LONG_BODY_BYTES)
+                await edge.admission.fair_yield.take(LONG_BODY_BYTES)
         response = rerank_response(body, scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 
@@ -73,7 +73,7 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
     scope = edge.callers.cache_scope_of(request)
-    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.window(model.name), scope=scope)
+    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.models.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
         lefts, rights = inputs.vectors[: len(first)], inputs.vectors[len(first) :]
@@ -83,7 +83,7 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
             left, right = lefts[index % len(lefts)], rights[index % len(rights)]
             scores.append(cosine(unit_vector(left), unit_vector(right)))
             if index % PAIRS_IN_A_ROW == PAIRS_IN_A_ROW - 1:
-                await edge.fair_yield.take(LONG_BODY_BYTES)
+                await edge.admission.fair_yield.take(LONG_BODY_BYTES)
         response = score_response(scores, response_id, model.name, inputs.num_prompt_tokens)
         yield encode_json(_with_details(response, inputs))
 

@@ -94,7 +94,7 @@ async def response_job(
     if edge.config.masks_prompts:
         named = session_key(request, body.prompt_cache_key)
         messages, originals = await masked(edge, request, messages, body.guardrails, named, sampling)
-    for_template, window = template_options(body), edge.generation_window(model.name)
+    for_template, window = template_options(body), edge.models.generation_window(model.name)
     scope = edge.callers.cache_scope_of(request)
     prompt, rendered = await chat_prompt(
         messages, plan.tools, for_template, model.tokenizer, window, "input", scope=scope

@@ -47,14 +47,14 @@ async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
 async def count_input_tokens(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/responses/input_tokens: the size of the prompt that a response would have."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         decode, make_job = (
             (decode_responses, managed_job) if edge.orchestrator is None else (decode_stored, _stored_job)
         )
         body: Any = decode(raw, edge.config.max_messages, edge.fields, request.headers)
         body.context_management = None  # what it would be compacted to is not known without doing so
-        job = await make_job(edge, request, raw, body, edge.usable_model(request, body.model))
+        job = await make_job(edge, request, raw, body, edge.models.find_usable(request, body.model))
         return json_response({"object": "response.input_tokens", "input_tokens": job.prompt_sizes[0]})
 
 
@@ -72,7 +72,7 @@ async def _stored_job(
     try:
         job = await managed_job(edge, request, raw, body, model, stored, search)
         if search is not None:
-            check_job_window(edge, job)
+            check_job_window(edge.models, job)
     except KvloomError as error:
         if search is None or not search.passages or error.reason != ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED:
             raise

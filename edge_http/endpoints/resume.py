@@ -132,7 +132,7 @@ async def send_whole_body(
         return web.Response(body=b"".join(body.pieces), content_type="application/json", headers=headers)
     response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
     response.content_type = "application/json"
-    await write_large_body(request, response, body.pieces, edge.fair_yield)
+    await write_large_body(request, response, body.pieces, edge.admission.fair_yield)
     return response
 
 

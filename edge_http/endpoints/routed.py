@@ -11,9 +11,10 @@ from typing import Final, Generic, TypeVar
 
 from aiohttp import web
 
-from edge_http.edge import AdmissionPermit, Edge
+from edge_http.admission import AdmissionPermit
+from edge_http.edge import Edge
 from edge_http.endpoints.answering import generate, read_prompt_body
-from edge_http.endpoints.cascading import hold_candidate
+from edge_http.endpoints.cascading import HeldRun, hold_candidate
 from edge_http.endpoints.continuing import ContinuedRun, may_be_continued
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.model_choice import NamesModels, outlives_connection, pass_on, route_headers, share_key
@@ -51,20 +52,20 @@ class GenerationApi(Generic[Body]):
 async def serve_generation(edge: Edge, request: web.BaseRequest, api: GenerationApi[Body]) -> web.StreamResponse:
     """Serve a POST that generates. Raises KvloomError while nothing has been sent."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller) as permit:
-        with edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller) as permit:
+        with edge.admission.bodies.lease(caller) as lease:
             raw = await read_prompt_body(edge, request, lease)
             body = api.decode(edge, request, raw)
-            edge.check_requested_models(request, body.model, body.models)
-            job, model = None, edge.models.get(body.model)
-            if model is not None and body.models is None and body.model not in edge.routes.by_name:
+            edge.models.check_requested(request, body.model, body.models)
+            job, model = None, edge.models.by_name.get(body.model)
+            if model is not None and body.models is None and body.model not in edge.models.routes.by_name:
                 job = await api.make_job(edge, request, raw, body, model)
         if job is not None:
             try:
                 return await api.generate(edge, request, permit, job)
             except KvloomError as error:
                 is_kept = outlives_connection(edge, request, is_stream=job.stream)
-                if is_kept or not any(fallback_models([(body.model, error)], edge.models)):
+                if is_kept or not any(fallback_models([(body.model, error)], edge.models.by_name)):
                     raise
         # The body is needed until a model has taken the request. It is no longer one that is being received.
         return await _RoutedRequest(edge, request, permit, api, raw, body, api.features(body)).generate()
@@ -93,7 +94,7 @@ class _RoutedRequest(Generic[Body]):
         # All attempts together have the time of one.
         deadline = asyncio.get_running_loop().time() + self.edge.request_timeout_seconds
         tried = self._tried(chosen)
-        names = itertools.chain(tried, fallback_models(self.passed, self.edge.models), self._overloaded(tried))
+        names = itertools.chain(tried, fallback_models(self.passed, self.edge.models.by_name), self._overloaded(tried))
         for number, name in enumerate(names, start=1):
             job = await self._job(chosen, name)
             if job is None:
@@ -104,7 +105,7 @@ class _RoutedRequest(Generic[Body]):
                 set_objectives(self.edge, self.request, job)
                 if name not in chosen.cascades:
                     run = self._run(chosen, name, job)
-                    return await self.api.generate(self.edge, self.request, self.permit, job, run=run)
+                    return await self.api.generate(self.edge, self.request, self.permit, job, run)
                 response = await self._judged(chosen.cascades[name], job)
                 if response is not None:
                     return response
@@ -113,7 +114,7 @@ class _RoutedRequest(Generic[Body]):
                     raise
                 pass_on(self.passed, name, error)
         if not self.passed:  # "auto", and there is no model
-            self.edge.usable_model(self.request, self.body.model)
+            self.edge.models.find_usable(self.request, self.body.model)
         raise error_to_report(self.passed)
 
     def _choose(self) -> ChosenRoute:
@@ -124,10 +125,10 @@ class _RoutedRequest(Generic[Body]):
             self.api.is_batch(body),
             share_key(edge, self.request, body),
             self.api.max_answer_tokens(body),
-            self.api.user_text(body) if edge.routes.reads_text else "",
+            self.api.user_text(body) if edge.models.routes.reads_text else "",
         )
-        served = edge.usable(self.request, adapters_by_model(edge.models.values()))
-        return edge.routes.choose(body.model, body.models or (), facts, served)
+        served = edge.models.usable(self.request, adapters_by_model(edge.models.by_name.values()))
+        return edge.models.routes.choose(body.model, body.models or (), facts, served)
 
     def _tried(self, chosen: ChosenRoute) -> list[str]:
         """An answer that outlives its connection cannot be judged first, as it belongs to a task that its name stands
@@ -151,7 +152,7 @@ class _RoutedRequest(Generic[Body]):
             cascade = chosen.cascades.get(name)
             needs_logprobs = cascade is not None and "logprob" in cascade.tests.escalate_on
             features = self.features | _LOGPROBS if needs_logprobs else self.features
-            model = self.edge.model_able_to(name, features)
+            model = self.edge.models.find_able(name, features)
             job = await self.api.make_job(self.edge, self.request, self.raw, self.body, model)
         except KvloomError as error:
             pass_on(self.passed, name, error)
@@ -168,7 +169,7 @@ class _RoutedRequest(Generic[Body]):
     async def _successors(self, chosen: ChosenRoute, name: str, job: GenerationJob) -> AsyncIterator[GenerationJob]:
         """The request for the models that may continue the answer of `job`. Two names may stand for one model, which is
         tried once."""
-        tried = {job.model.name, *(self.edge.resolved_name(passed) for passed, _ in self.passed)}
+        tried = {job.model.name, *(self.edge.models.resolved_name(passed) for passed, _ in self.passed)}
         for other in chosen.successors(name):
             try:
                 following = await self._job(chosen, other)
@@ -182,9 +183,11 @@ class _RoutedRequest(Generic[Body]):
     async def _judged(self, cascade: Cascade, job: GenerationJob) -> web.StreamResponse | None:
         """Deliver the model's answer if it passes the tests; None: it does not, and was discarded."""
         edge = self.edge
-        with edge.collected.lease(edge.callers.caller_of(self.request)) as lease:
+        with edge.admission.collected.lease(edge.callers.caller_of(self.request)) as lease:
             held, objection = await hold_candidate(edge, self.request, job, cascade, lease)
             if objection is None:
-                return await self.api.generate(edge, self.request, self.permit, job, held)
+                job.response_id = held.response_id
+                run = HeldRun(held, self.request.writer.drain, job.deadline)
+                return await self.api.generate(edge, self.request, self.permit, job, run)
         self.discarded.append((job.model.name, objection))
         return None

@@ -9,17 +9,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from edge_http.answers.cascade_candidate import CascadeCandidate
 from edge_http.answers.collected_answer import CollectedAnswer
-from edge_http.answers.kept_answer import KeptAnswer
-from edge_http.answers.kept_chat import KeptChat
+from edge_http.answers.kept_answer import KeptAnswer, KeptChat
 from edge_http.answers.shape import formatter_of, parsed_outputs
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import AdmissionPermit, Edge
+from edge_http.admission import AdmissionPermit
+from edge_http.edge import Edge
 from edge_http.endpoints.answering import check_job_window, generate
 from edge_http.endpoints.background import cancel_background, read_background
 from edge_http.endpoints.generation_job import GenerationJob
-from edge_http.endpoints.keeping import KeptCandidate, KeptRun
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.endpoints.stored_input import StoredInput, input_items
@@ -52,24 +50,18 @@ async def generate_stored(
     request: web.BaseRequest,
     permit: AdmissionPermit,
     job: GenerationJob,
-    held: CascadeCandidate | None = None,
     run: RunAnswer = run_submission,
 ) -> web.StreamResponse:
     """Does what `generate` does for a job whose response may be stored, and may be generated in the background."""
     if job.begin is not None:
-        check_job_window(edge, job)
+        check_job_window(edge.models, job)
         permit.release()
         permit.handed_over = True
         return await job.begin()
     if job.keep is None or not job.stream:
-        return await generate(edge, request, permit, job, held, run)
+        return await generate(edge, request, permit, job, run)
     kept: Callable[..., StreamedAnswer] = KeptAnswer if job.shape.api == "responses" else _kept_chat(edge, job)
-    if job.moderation is not None:  # whose run is stored
-        return await generate(edge, request, permit, job, held, run, kept)
-    if held is not None:
-        candidate: Any = KeptCandidate(held, job.keep)
-        return await generate(edge, request, permit, job, candidate, run, kept)
-    return await generate(edge, request, permit, job, None, KeptRun(run, job.keep), kept)
+    return await generate(edge, request, permit, job, run, kept)
 
 
 def _kept_chat(edge: Edge, job: GenerationJob) -> Callable[..., StreamedAnswer]:

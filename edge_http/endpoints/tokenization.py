@@ -29,11 +29,11 @@ NAMES_IN_A_ROW: Final = 1024
 async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /tokenize."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         raw = await read_prompt_body(edge, request, lease)
         body = decode_tokenize(raw, edge.config.max_messages, edge.fields, request.headers)
-        model = edge.usable_model(request, body.model)
-        window = edge.window(model.name)
+        model = edge.models.find_usable(request, body.model)
+        window = edge.models.window(model.name)
         async with side_call(edge, request, len(raw)) as call:
             token_ids = await _token_ids(body, model, window, edge.callers.cache_scope_of(request))
             call.num_tokens = len(token_ids)
@@ -51,9 +51,9 @@ async def tokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
 async def detokenize(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /detokenize."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         body = decode_detokenize(await read_prompt_body(edge, request, lease), edge.fields, request.headers)
-        tokenizer = edge.usable_model(request, body.model).tokenizer
+        tokenizer = edge.models.find_usable(request, body.model).tokenizer
         check_token_ids(body.tokens, "tokens", tokenizer)
         async with side_call(edge, request, BYTES_PER_TOKEN * len(body.tokens)):
             scope = edge.callers.cache_scope_of(request)
@@ -65,7 +65,7 @@ async def _names(edge: Edge, model: ServedModel, token_ids: Sequence[int]) -> li
     names: list[str] = []
     for begin in range(0, len(token_ids), NAMES_IN_A_ROW):
         names += [shown_token(model.tokenizer, each) for each in token_ids[begin : begin + NAMES_IN_A_ROW]]
-        await edge.fair_yield.take(LONG_BODY_BYTES)
+        await edge.admission.fair_yield.take(LONG_BODY_BYTES)
     return names
 
 

@@ -48,7 +48,7 @@ async def overview_events(edge: Edge, request: web.BaseRequest) -> web.StreamRes
             samples = found["samples"]
             wanted.samples_after_seconds = samples[-1]["at_seconds"] if samples else wanted.samples_after_seconds
             await asyncio.sleep(EVENT_SECONDS)
-            if edge.draining or edge.leaving:
+            if edge.admission.draining or edge.admission.leaving:
                 return response
             try:
                 if (check := edge.callers.check(request)) is not None:

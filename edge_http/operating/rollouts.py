@@ -29,7 +29,7 @@ async def list_rollouts(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
 async def roll_back(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /admin/v1/rollouts/rollback."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         body = decode_body(_DECODER, await read_json_body(request, edge.config, lease))
     async with supervisor(edge) as stub:
         await stub.RollBackModel(RollBackModelRequest(name=body.name), timeout=CALL_SECONDS)

@@ -22,7 +22,7 @@ _DECODER: Final = msgspec.json.Decoder(DrainBody)
 async def drain_shard(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """The supervisor of this machine asks the shard, which may be on any machine of its fleet."""
     caller = edge.callers.caller_of(request)
-    with edge.admit(caller), edge.bodies.lease(caller) as lease:
+    with edge.admission.admit(caller), edge.admission.bodies.lease(caller) as lease:
         body = decode_body(_DECODER, await read_json_body(request, edge.config, lease))
     if body.deadline_seconds is not None and body.deadline_seconds < 0:
         raise invalid_argument("deadline_seconds must not be below 0.", "deadline_seconds")

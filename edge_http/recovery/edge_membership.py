@@ -31,7 +31,7 @@ class EdgeMembership:
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
         proxy = PeerProxy(edge.config.max_concurrent_requests, edge.callers.headers, trust)
         self._locator = ResponseLocator(edge, self._journal, claims, proxy)
-        edge.join(self._locator)
+        edge.remote_responses = self._locator
         self._edge = edge
         self._address = address
         self._publisher.start()

@@ -12,7 +12,8 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import Edge, draining_error
+from edge_http.admission import draining_error
+from edge_http.edge import Edge
 from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
 from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal
 from edge_http.recovery.peer_proxy import MISDIRECTED, OwnerLostError, PeerProxy

@@ -16,7 +16,8 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import AdmissionPermit, Edge
+from edge_http.admission import AdmissionPermit
+from edge_http.edge import Edge
 from edge_http.recovery.claims import Claim, ResumeClaims
 from edge_http.recovery.journal import JournalCache, ResponseRow, ResumeJournal
 from edge_http.recovery.takeover import recorded_formatter, take_over
@@ -105,7 +106,7 @@ class ResponseRecovery:
     ) -> ResumableStream | AnswerState | None:
         """Returns the stream that continues at this edge now, or the state of an answer that has ended, or None if
         another edge was faster. `source` is the tag of the edge that wrote the response."""
-        with self._edge.admit(tenant) as permit:
+        with self._edge.admission.admit(tenant) as permit:
             wanted = self._note_unfinished(response_id, claim, source)
             before = None if claim.holder == edge_tag_of(response_id) == claim.source else claim
             found: ResumableStream | AnswerState | KvloomError | None = None
@@ -181,7 +182,7 @@ class ResponseRecovery:
         if after < num_before:
             message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        formatter = recorded_formatter(response, self._edge.find_model(response.model))
+        formatter = recorded_formatter(response, self._edge.models.find(response.model))
         missed = event_data(state.events[after - num_before :], formatter.prefixes, formatter.suffix)
         kind = ReplayedEventStream if request.method == "POST" else EventStream
         events = kind(

@@ -12,7 +12,8 @@ import msgspec
 
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
-from edge_http.edge import AdmissionPermit, Edge
+from edge_http.admission import AdmissionPermit
+from edge_http.edge import Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import PromptInput
 from edge_http.openai.prompt_report import PromptReport
@@ -79,7 +80,7 @@ def take_over(
 ) -> ResumableStream:
     """Continue another edge's response from `state`, which covers everything that its client can have. The stream has
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
-    model = edge.find_model(response.model)
+    model = edge.models.find(response.model)
     shape = recorded_shape(response)
     formatter = recorded_formatter(response, model, requests)
     num_before = state.num_events - len(state.events)
@@ -96,9 +97,8 @@ def take_over(
         parsed=parsed_outputs(shape, len(response.prompt_sizes) * response.n),
         with_details=response.with_details,
         with_explanation=response.with_explanation,
-        with_cache_use=edge.has_result_cache,
-        with_receipt=edge.receipt_keys is not None,
     )
+    answer.features = edge.features
     answer.restore(
         _progress(state, range(len(state.token_ids)), 0),
         state.starts,

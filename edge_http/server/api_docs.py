@@ -10,6 +10,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.endpoints.health import VERSION
+from edge_http.endpoints.page import check_docs
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.response_objects import ErrorBody, OpenApiDocument
 from edge_http.openapi.document import openapi_document
@@ -19,7 +20,7 @@ from edge_http.server.routes import ROUTES
 
 
 async def openapi_json(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
-    edge.check_docs()
+    check_docs(edge)
     # The first request makes the document, which takes some hundredths of a second.
     body = await asyncio.to_thread(
         document_bytes,

@@ -80,7 +80,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         manager = self._manager
         super().connection_made(transport)
-        if manager is not None and len(manager.connections) > self._edge.caller_limits.max_connections:
+        if manager is not None and len(manager.connections) > self._edge.admission.caller_limits.max_connections:
             self._refuse(
                 KvloomError(
                     ErrorReason.ERROR_REASON_OVERLOADED,
@@ -100,7 +100,7 @@ class Connection(web.RequestHandler):
             self._refuse(
                 KvloomError(
                     ErrorReason.ERROR_REASON_RATE_LIMITED,
-                    f"Your address has {self._edge.caller_limits.max_connections_per_address} connections to this "
+                    f"Your address has {self._edge.admission.caller_limits.max_connections_per_address} connections to this "
                     "server, which is the most that one may have (callers.max_connections_per_address).",
                     retry_after_seconds=RETRY_SECONDS,
                 )
@@ -184,7 +184,7 @@ class Connection(web.RequestHandler):
         too much for the process or for their address are dropped, and the connection ends after the current answer."""
         if self._pipelined is None:
             peer = self.transport.get_extra_info("peername") if self.transport is not None else None
-            self._pipelined = self._edge.pipelined.lease(str(peer[0]) if isinstance(peer, tuple) else "")
+            self._pipelined = self._edge.admission.pipelined.lease(str(peer[0]) if isinstance(peer, tuple) else "")
         held_bytes = self._pipelined_bytes()
         try:
             self._pipelined.resize(held_bytes)

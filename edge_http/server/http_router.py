@@ -104,7 +104,7 @@ class HttpRouter:
                 record.log_end(edge.access_log, route, response.status, None)
             record.end(response.status)
             return response
-        if edge.draining:
+        if edge.admission.draining:
             response.force_close()
         if edge.access_log.is_on:
             record.log_end(edge.access_log, route, response.status, response.content_length)
@@ -149,8 +149,8 @@ class HttpRouter:
 
     def _with_models(self, request: web.BaseRequest, error: KvloomError) -> KvloomError:
         """The error, with the models that the caller may use instead."""
-        names = sorted({model.name for model in self._edge.models.values() if model.adapter is None})
-        usable = [name for name in names if name in set(self._edge.usable(request, names))]
+        names = sorted({model.name for model in self._edge.models.by_name.values() if model.adapter is None})
+        usable = [name for name in names if name in set(self._edge.models.usable(request, names))]
         if not usable:
             return error
         more = ", ..." if len(usable) > MAX_NAMED_MODELS else ""

@@ -49,7 +49,7 @@ class _Server(web.Server):
         make = self._prefixed_request if edge.config.root_path else self._request
         super().__init__(HttpRouter(edge, check), handler_cancellation=True, request_factory=make)
         self._edge = edge
-        self._address_limit = AddressLimit(edge.caller_limits.max_connections_per_address, edge.config.trusted_proxies)
+        self._address_limit = AddressLimit(edge.admission.caller_limits.max_connections_per_address, edge.config.trusted_proxies)
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._edge, self._address_limit)
@@ -57,7 +57,7 @@ class _Server(web.Server):
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
     ) -> web.BaseRequest:
-        kind = _LastRequest if self._edge.leaving else _Request
+        kind = _LastRequest if self._edge.admission.leaving else _Request
         if message.version not in _SERVED_VERSIONS:
             kind, message = _UnservedRequest, message._replace(version=HttpVersion11, should_close=True)
         return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
@@ -163,16 +163,16 @@ class EdgeServer:
             async with asyncio.timeout(self._edge.drain_timeout_seconds):
                 if self._handed_over:
                     on_leave()
-                    self._edge.leave()
+                    self._edge.admission.leave()
                     await asyncio.sleep(ANNOUNCED_SECONDS)
                     for site in self._handed_over:
                         await site.stop()
                     await self._end_connections()
-                self._edge.drain()
-                await self._edge.wait_idle()
+                self._edge.admission.drain()
+                await self._edge.admission.wait_idle()
         except TimeoutError:
-            self._edge.drain()
-            log.warning("drain_timed_out", num_running=self._edge.num_running)
+            self._edge.admission.drain()
+            log.warning("drain_timed_out", num_running=self._edge.admission.num_running)
 
     async def _end_connections(self) -> None:
         loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ class EdgeServer:
             await asyncio.sleep(LEAVE_POLL_SECONDS)
             if not self._connections.connections:
                 return
-            if self._edge.num_running:
+            if self._edge.admission.num_running:
                 idle_since = loop.time()
 
     async def stop(self) -> None:

@@ -100,7 +100,7 @@ async def serve_edge(
     if group is not None:
         edge.metrics.watch_routers(group)
     if callers.identities is not None:
-        edge.usage = TenantUsage(callers.identities)
+        edge.add_usage(TenantUsage(callers.identities))
         if config.control.witness:
             edge.witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{name}.jsonl")
     edge.state_sealer = StateSealer(trust.state_key)
@@ -157,7 +157,7 @@ async def _serve(
         targets = TargetList(metrics_registry(config, trust), announcement.target)
         edge.list_targets = targets.read
         memory = MemoryWatch(
-            table.MEMORY, config.fabric.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
+            table.MEMORY, config.fabric.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.admission.is_idle
         )
         url = f"{'http' if tls is None else 'https'}://{advertised_address(config, address)}"
         record = process_record(config, name, peer_address, url)

@@ -7,7 +7,8 @@ from typing import Final
 
 from aiohttp import web
 
-from edge_http.edge import EMBED, GENERATE, Edge
+from edge_http.edge import Edge
+from edge_http.offered_models import EMBED, GENERATE
 from edge_http.state.bodies import VectorStoreBody
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -25,10 +26,10 @@ def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> M
         able = {
             info.name
             for info in edge.link.fleet.models
-            if EMBED in info.capabilities and GENERATE not in info.capabilities and info.name in edge.models
+            if EMBED in info.capabilities and GENERATE not in info.capabilities and info.name in edge.models.by_name
         }
-        usable = sorted(edge.usable(request, able))
-        if not usable and any(edge.model_info(model.name) is None for model in edge.models.values()):
+        usable = sorted(edge.models.usable(request, able))
+        if not usable and any(edge.models.info(model.name) is None for model in edge.models.by_name.values()):
             message = f"{FIELD}: no encoder is ready, and it is not known yet what some models can do."
             raise KvloomError(
                 ErrorReason.ERROR_REASON_NO_SHARD_READY, message, field=FIELD, retry_after_seconds=STARTING_SECONDS
@@ -41,8 +42,8 @@ def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> M
             raise invalid_argument(message, FIELD)
         name = usable[0]
     try:
-        edge.check_models(request, (name,))
-        model = edge.find_embedding_model(name)
+        edge.models.check(request, (name,))
+        model = edge.models.find_embedding(name)
     except KvloomError as error:
         raise KvloomError(error.reason, error.message, field=FIELD) from error
-    return {FIELD: model.name, "embedding_window": str(edge.window(model.name))}
+    return {FIELD: model.name, "embedding_window": str(edge.models.window(model.name))}

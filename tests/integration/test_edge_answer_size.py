@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.wire.large_body import PIECE_BYTES
 from kvloom.v1.generation_pb2 import TokenLogprobs
@@ -57,7 +57,7 @@ async def test_answer_that_grows_too_large_is_ended(path: str) -> None:
         assert answer["error"]["code"] == "answer_too_large"
         assert "4096 bytes" in answer["error"]["message"]
         assert request.cancelled.is_set()
-        assert world.edge.collected.num_bytes == 0
+        assert world.edge.admission.collected.num_bytes == 0
 
 
 async def test_an_answer_whose_client_left_is_freed_at_once() -> None:
@@ -132,7 +132,7 @@ async def test_one_caller_cannot_take_all_memory_for_answers() -> None:
         for request in requests:
             request.finish()
         assert [(await begun[i])[0] for i in (0, 2)] == [200, 200]
-        assert world.edge.collected.num_bytes == 0
+        assert world.edge.admission.collected.num_bytes == 0
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -72,4 +72,4 @@ async def test_a_large_body_is_not_read_before_the_key_is_checked() -> None:
         body = io.BytesIO(b"x" * world.edge.config.max_body_bytes)
         async with world.http.post(world.url + "/v1/chat/completions", data=body) as response:
             assert response.status == 401
-        assert world.edge.bodies.num_leases == 0
+        assert world.edge.admission.bodies.num_leases == 0

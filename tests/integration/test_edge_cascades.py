@@ -96,7 +96,7 @@ async def test_a_good_answer_of_the_small_model_is_delivered_whole(world: EdgeWo
     assert "logprob" not in text.replace('"logprobs":null', "")
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("tiny", "chat;target=tiny")
     assert asked(world) == ["tiny"]
-    assert not world.edge.num_running
+    assert not world.edge.admission.num_running
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,7 +231,7 @@ async def test_a_delivered_answer_is_the_one_that_was_generated(stream: bool) ->
         assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 10
         assert body["id"] == world.link.requests[0].request.wanted.request_id
         assert sum(said.count("Paris") for said in _texts(text, stream=stream)) == 9000
-        assert not world.edge.collected.num_bytes
+        assert not world.edge.admission.collected.num_bytes
 
 
 async def test_a_client_that_leaves_ends_the_candidate(world: EdgeWorld) -> None:
@@ -243,7 +243,7 @@ async def test_a_client_that_leaves_ends_the_candidate(world: EdgeWorld) -> None
     asking.cancel()
     async with asyncio.timeout(5):
         await request.cancelled.wait()
-        await world.edge.wait_idle()
+        await world.edge.admission.wait_idle()
     assert [each.request.wanted.model for each in world.link.requests] == ["tiny"]
     counted = 'discarded_tokens_total{model="tiny",reason="failed",route="chat"} 1.0'
     assert counted in world.edge.metrics.exposition().decode()
@@ -268,8 +268,8 @@ async def test_all_models_together_have_the_time_of_one_request() -> None:
 async def test_aliases_may_be_candidates(world: EdgeWorld) -> None:
     """A route may name its models as clients do."""
     tests = CascadeConfig(escalate_on=["refusal"])
-    world.edge.routes = ModelRoutes([RouteConfig(name="chat", targets=["small"], fallback=["large"], cascade=tests)])
-    world.edge.models = {**world.edge.models, "small": world.edge.models["tiny"]}
+    world.edge.models.routes = ModelRoutes([RouteConfig(name="chat", targets=["small"], fallback=["large"], cascade=tests)])
+    world.edge.models.by_name = {**world.edge.models.by_name, "small": world.edge.models.by_name["tiny"]}
     small_says(world, REFUSAL)
     assert (await ask(world))[2]["x-kvloom-route"] == "chat;cascade=tiny:refusal;target=large"
 

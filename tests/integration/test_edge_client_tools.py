@@ -49,7 +49,7 @@ async def posted(world: EdgeWorld, path: str, body: dict[str, Any]) -> tuple[Any
 
 
 def prompt_of(world: EdgeWorld) -> str:
-    model = world.edge.models["tiny"]
+    model = world.edge.models.by_name["tiny"]
     return model.tokenizer.decode(world.link.requests[-1].request.prompt_token_ids, skip_special_tokens=False)
 
 

@@ -83,7 +83,7 @@ async def test_no_character_is_lost_or_repeated(router_redis_url: str, path: str
             after = world.num_metered(FIRST), world.num_metered(SECOND)
             assert (after[0] - before[0], after[1] - before[1]) == (num_tokens, 60 - num_tokens)
             assert f"{CONTINUED} {number}.0" in world.edge.metrics.exposition().decode()
-        assert not world.edge.num_running
+        assert not world.edge.admission.num_running
 
 
 async def test_a_fleet_that_dies_in_the_middle(router_redis_url: str) -> None:

@@ -32,8 +32,8 @@ LOST = KvloomError(ErrorReason.ERROR_REASON_SHARD_LOST, "the shard is gone")
 async def pair(redis_url: str) -> AsyncIterator[Pair]:
     async with edges(redis_url) as started:
         for world, _ in started:
-            world.edge.routes = ROUTES
-            world.edge.models = {**world.edge.models, "second": tiny_model("second")}
+            world.edge.models.routes = ROUTES
+            world.edge.models.by_name = {**world.edge.models.by_name, "second": tiny_model("second")}
             infos = [ModelInfo(name=name, num_ready_shards=1, max_model_len=4096) for name in ("tiny", "second")]
             world.link.tell(FleetState(models=infos))
         yield started

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
@@ -142,7 +142,7 @@ async def test_the_end_says_what_happened(world: EdgeWorld) -> None:
 
 async def test_each_model_is_tried_once_and_the_first_loss_is_reported(world: EdgeWorld) -> None:
     """Also if all are lost one after the other: nothing goes in a circle. An alias is no other model."""
-    world.edge.models = {**world.edge.models, "alias": world.edge.models["tiny"]}
+    world.edge.models.by_name = {**world.edge.models.by_name, "alias": world.edge.models.by_name["tiny"]}
     play(world, tiny=["a", LOST], second=["b", " c", FULL], third=["d", FULL])
     text = await ask(world)
     assert content_of(text) == "ab cd"
@@ -153,7 +153,7 @@ async def test_each_model_is_tried_once_and_the_first_loss_is_reported(world: Ed
     assert [name.removeprefix(names[0]) for name in names] == ["", ".continued1", ".continued2"]
     metrics = world.edge.metrics.exposition().decode()
     assert 'continued_answers_total{continued_by="third",model="second",route="chat"} 1.0' in metrics
-    assert not world.edge.num_running
+    assert not world.edge.admission.num_running
 
 
 async def test_a_model_that_refuses_is_passed(world: EdgeWorld) -> None:
@@ -263,7 +263,7 @@ async def test_a_client_that_leaves_ends_the_second_model_too(world: EdgeWorld) 
     asking.cancel()
     async with asyncio.timeout(5):
         await second.cancelled.wait()
-        await world.edge.wait_idle()
+        await world.edge.admission.wait_idle()
     assert asked(world) == ["tiny", "second"]
 
 
@@ -292,7 +292,7 @@ async def test_a_reader_that_stalls_ends_the_model_that_writes(is_continued: boo
                 if writer.cancelled.is_set():
                     break
             assert writer.cancelled.is_set()
-        await world.edge.wait_idle()
+        await world.edge.admission.wait_idle()
         assert asked(world) == (["tiny", "second"] if is_continued else ["tiny"])
         assert "kvloom_edge_slow_clients_total 1.0" in world.edge.metrics.exposition().decode()
 

@@ -51,7 +51,7 @@ async def test_what_it_has_left_to_others_is_not_denied(redis_url: str, is_at_an
         first.link.script = None
         running, _ = await begin(first, 2)
         ended.response_id = whole.response_id
-        first.edge.drain()
+        first.edge.admission.drain()
         await peers.stop_publishing()
         await first.edge.resume.close()
         if not is_at_another:

@@ -173,20 +173,20 @@ async def test_a_response_has_vectors_of_one_model(world: EdgeWorld, path: str) 
     assert asked.count("second") == len(asked) / 2
     ids = [request.request.wanted.request_id for request in world.link.requests]
     assert len(set(ids)) == len(ids)
-    assert not world.edge.collected.num_bytes
+    assert not world.edge.admission.collected.num_bytes
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("model", ["tiny", "vectors"])
 async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWorld, path: str, model: str) -> None:
     """An edge hears of it a moment later than the router: its clients got 404 at the end of a rollout."""
-    world.edge.models["second"] = dataclasses.replace(tiny_model("second"), succeeds="tiny")
+    world.edge.models.by_name["second"] = dataclasses.replace(tiny_model("second"), succeeds="tiny")
     fails_for_tiny(world, WITHDRAWN)
     status, answer, headers = await ask(world, path, model=model)
     assert (status, answer["model"], headers["x-kvloom-model"]) == (200, "second", "second")
     fails_for_tiny(world, LIMITED)
     assert (await ask(world, path, model=model))[0] == 429
-    assert not world.edge.collected.num_bytes
+    assert not world.edge.admission.collected.num_bytes
 
 
 async def test_a_longer_text_goes_to_the_model_that_has_room(world: EdgeWorld) -> None:

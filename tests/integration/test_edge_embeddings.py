@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_cancels_its_inputs(fleet: EdgeWorld) -> None
     for request in requests:
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-    await eventually(lambda: not fleet.edge.num_running, "the end of the request")
+    await eventually(lambda: not fleet.edge.admission.num_running, "the end of the request")
     assert len(fleet.link.requests) == 128
 
 

@@ -30,7 +30,7 @@ def last(world: EdgeWorld) -> Any:
 
 
 def prompt_of(world: EdgeWorld) -> str:
-    tokenizer = world.edge.models["tiny"].tokenizer
+    tokenizer = world.edge.models.by_name["tiny"].tokenizer
     return tokenizer.decode(last(world).prompt_token_ids, skip_special_tokens=False)
 
 
@@ -95,7 +95,7 @@ def test_other_ways_to_say_how_much_to_think(fields: dict[str, Any], options: di
 async def test_special_tokens_are_shown(world: EdgeWorld) -> None:
     """All but those that end the answer."""
     assert (await world.chat(skip_special_tokens=False))[0] == 200
-    tokenizer = world.edge.models["tiny"].tokenizer
+    tokenizer = world.edge.models.by_name["tiny"].tokenizer
     wanted = set(tokenizer.special_token_ids(tokenizer.special_tokens)) - tokenizer.eos_token_ids
     assert wanted
     assert set(last(world).wanted.sampling.shown_special_token_ids) >= wanted

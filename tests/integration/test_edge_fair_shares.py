@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from kvloom_common.config import CallersConfig, KvloomConfig
 from kvloom_common.limits.address_limit import AddressLimit
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -72,7 +72,7 @@ async def test_unread_streams_are_ended_and_their_places_are_free_again() -> Non
                 for request in held:
                     request.tokens("x" * 16_384)
                 await asyncio.sleep(0)
-        await eventually(lambda: not world.edge.num_running)
+        await eventually(lambda: not world.edge.admission.num_running)
         assert world.edge._num_running_by_caller == {}
 
 
@@ -89,7 +89,7 @@ async def test_places_of_an_abandoned_stream_are_the_callers() -> None:
         await again.begin(chat_body(stream=True))
         assert again.status == 429
         request.finish()
-        await eventually(lambda: not world.edge.num_running)
+        await eventually(lambda: not world.edge.admission.num_running)
         world.link.script = answer("a")
         await again.begin(chat_body(stream=True))
         assert again.done

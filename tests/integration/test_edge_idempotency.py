@@ -64,14 +64,14 @@ async def test_an_answered_request_is_replayed(world: EdgeWorld, path: str, fiel
         "text/event-stream" if "stream" in fields else "application/json"
     )
     assert len(world.link.requests) == num_requests
-    await eventually(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.admission.num_running == 0)
 
 
 async def test_a_repeat_waits_for_the_running_answer(world: EdgeWorld) -> None:
     """Clients repeat a request because its answer takes long; that must not make it take longer."""
     first, second = asyncio.create_task(ask(world)), asyncio.create_task(ask(world))
     request = await world.link.next_request()
-    await eventually(lambda: world.edge.num_running == 2)
+    await eventually(lambda: world.edge.admission.num_running == 2)
     request.start()
     request.tokens("Hello")
     request.finish()
@@ -86,9 +86,9 @@ async def test_a_client_that_was_cut_off_finds_its_answer(world: EdgeWorld) -> N
     asking = asyncio.create_task(ask(world))
     request = await world.link.next_request()
     await hang_up(asking)
-    await eventually(lambda: world.edge.num_running == 1)
+    await eventually(lambda: world.edge.admission.num_running == 1)
     again = asyncio.create_task(ask(world))
-    await eventually(lambda: world.edge.num_running == 2)
+    await eventually(lambda: world.edge.admission.num_running == 2)
     assert not request.cancelled.is_set()
     request.start()
     request.finish()
@@ -105,9 +105,9 @@ async def test_without_a_repeat_it_is_cancelled(fields: dict[str, Any]) -> None:
         await hang_up(asking)
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-        await eventually(lambda: world.edge.num_running == 0)
+        await eventually(lambda: world.edge.admission.num_running == 0)
         assert len(world.edge.idempotent_answers) == len(world.edge.resume.streams) == 0
-        assert world.edge.collected.num_leases == 0
+        assert world.edge.admission.collected.num_leases == 0
 
 
 async def test_the_key_belongs_to_one_request_of_one_caller(world: EdgeWorld) -> None:
@@ -183,7 +183,7 @@ async def test_stopping_ends_what_runs(world: EdgeWorld) -> None:
     status, body, _ = await asking
     assert (status, json.loads(body)["error"]["code"]) == (499, "cancelled")
     assert request.cancelled.is_set()
-    assert world.edge.num_running == 0
+    assert world.edge.admission.num_running == 0
 
 
 async def test_a_repeat_at_another_edge(redis_url: str) -> None:
@@ -193,7 +193,7 @@ async def test_a_repeat_at_another_edge(redis_url: str) -> None:
         asking = asyncio.create_task(ask(first))
         request = await first.link.next_request()
         repeat = asyncio.create_task(ask(second))
-        await eventually(lambda: first.edge.num_running + second.edge.num_running == 2)
+        await eventually(lambda: first.edge.admission.num_running + second.edge.admission.num_running == 2)
         request.start()
         request.tokens("Hello")
         request.finish()

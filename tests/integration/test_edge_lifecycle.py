@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from edge_http.edge import Edge, EdgeSettings
+from edge_http.admission import EdgeSettings
+from edge_http.edge import Edge
 from edge_http.server.http_server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from kvloom_common.config import (
@@ -69,7 +70,7 @@ async def test_client_that_goes_away_cancels(world: EdgeWorld, stream: bool, sta
     raw.close()
     async with asyncio.timeout(5):
         await request.cancelled.wait()
-    await eventually(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.admission.num_running == 0)
     async with world.http.get(f"{world.url}/metrics") as response:
         assert "kvloom_edge_client_disconnects_total 1.0" in await response.text()
 
@@ -195,7 +196,7 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld)
     running = asyncio.create_task(world.chat())
     request = await world.link.next_request()
     drain = asyncio.create_task(world.server.drain())
-    await eventually(lambda: world.edge.draining)
+    await eventually(lambda: world.edge.admission.draining)
     status, body = await world.chat()
     assert (status, body["error"]["code"]) == (503, "draining")
     async with world.http.get(f"{world.url}/ready") as response:

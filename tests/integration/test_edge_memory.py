@@ -35,7 +35,7 @@ async def watched(world: EdgeWorld) -> AsyncIterator[Memory]:
     memory = Memory()
     edge = world.edge
     watch = MemoryWatch(
-        MEMORY, LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory, sample_seconds=0.002
+        MEMORY, LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.admission.is_idle, memory, sample_seconds=0.002
     )
     task = asyncio.create_task(watch.watch())
     yield memory
@@ -86,11 +86,11 @@ async def test_a_body_on_its_way_is_not_read_to_its_end() -> None:
         reader, writer = await asyncio.open_connection(*world.address)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
         writer.write(head.encode() + b" " * 1_000_000)
-        await eventually(lambda: world.edge.bodies.num_bytes > LARGE_BYTES)
+        await eventually(lambda: world.edge.admission.bodies.num_bytes > LARGE_BYTES)
         world.edge.on_memory_level(MemoryLevel.HIGH)
         writer.write(b" " * 100_000)
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
-        await eventually(lambda: not world.edge.bodies.num_bytes)
+        await eventually(lambda: not world.edge.admission.bodies.num_bytes)
         writer.close()
 
 

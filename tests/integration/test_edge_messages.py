@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.parsers.spec import ParserSpec
@@ -53,7 +53,7 @@ def pieces(text: str, size: int = 3) -> list[str]:
 
 
 def prompt_of(world: EdgeWorld) -> str:
-    tokenizer = world.edge.models["tiny"].tokenizer
+    tokenizer = world.edge.models.by_name["tiny"].tokenizer
     return tokenizer.decode(world.link.requests[-1].request.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -338,7 +338,7 @@ async def test_an_answer_that_the_client_has_begun(world: EdgeWorld) -> None:
     assert status == 200, body
     assert body["content"][0]["text"] == "42}"
     assert prompt_of(world).endswith('<|im_start|>assistant\nA <|im_end|> e: {"n":')
-    [end_id] = world.edge.models["tiny"].tokenizer.special_token_ids(["<|im_end|>"])
+    [end_id] = world.edge.models.by_name["tiny"].tokenizer.special_token_ids(["<|im_end|>"])
     assert list(world.link.requests[-1].request.prompt_token_ids).count(end_id) == 1  # the one behind the user's turn
 
 

@@ -80,6 +80,6 @@ async def test_the_callers_limit_holds_here_too() -> None:
     async with edge_world(KvloomConfig(callers=CallersConfig(max_concurrent_requests=1))) as world:
         async with world.http.get(world.url + "/health") as response:
             assert response.status == 200
-        with world.edge.admit(world.edge.callers._callers.name("", "127.0.0.1")):
+        with world.edge.admission.admit(world.edge.callers._callers.name("", "127.0.0.1")):
             status, body = await world.post(PATH, {"input": "x"})
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")

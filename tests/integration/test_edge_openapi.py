@@ -25,6 +25,7 @@ from edge_http.openai.response_objects import (
 )
 from edge_http.server.api_docs import API_ROUTES, document_bytes
 from edge_http.server.http_router import HANDLERS, route_of
+from edge_http.answers.features import ResultCacheUse
 from edge_http.tenant_usage import TenantUsage
 from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto
@@ -266,10 +267,11 @@ async def test_every_header_of_a_response_is_described(tmp_path: Path, outcome: 
     routes = ModelRoutes([RouteConfig(name="either", targets=["tiny"])])
     seen: set[str] = set()
     async with edge_world(callers=callers, routes=routes) as world:
-        world.link.script, world.edge.has_result_cache = play, True
+        world.link.script, world.edge.features = play, [ResultCacheUse()]
         assert callers.identities is not None
-        world.edge.usage = TenantUsage(callers.identities)
-        world.edge.usage._known["acme/search", key_of(SEARCH_KEY, "acme/search").id] = time.monotonic(), 10**9
+        usage = TenantUsage(callers.identities)
+        world.edge.add_usage(usage)
+        usage._known["acme/search", key_of(SEARCH_KEY, "acme/search").id] = time.monotonic(), 10**9
         headers = {"Authorization": f"Bearer {SEARCH_KEY}", "x-kvloom-explain": "1"}
         for path, body in TRIES:
             headers["Idempotency-Key"] = f"{path.replace('/', '.')}-{body['model']}-{body.get('stream')}"

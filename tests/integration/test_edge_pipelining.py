@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from edge_http.edge import PENDING_BODIES
+from edge_http.admission import PENDING_BODIES
 from edge_http.server.connection import MAX_PIPELINED_BYTES
 from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -39,11 +39,11 @@ async def test_pipelined_bodies_are_not_read_ahead() -> None:
         first = await world.link.next_request()
         for _ in range(30):
             writer.write(raw_request(100_000))
-        await eventually(lambda: world.edge.pipelined.num_bytes > MAX_PIPELINED_BYTES)
+        await eventually(lambda: world.edge.admission.pipelined.num_bytes > MAX_PIPELINED_BYTES)
         sending = asyncio.create_task(writer.drain())
         for _ in range(50):
             await asyncio.sleep(0)
-            assert world.edge.pipelined.num_bytes <= MAX_PIPELINED_BYTES + READ_BYTES
+            assert world.edge.admission.pipelined.num_bytes <= MAX_PIPELINED_BYTES + READ_BYTES
         world.link.script = answer("a")
         first.start()
         first.tokens("a")
@@ -55,7 +55,7 @@ async def test_pipelined_bodies_are_not_read_ahead() -> None:
             await reader.readexactly(int(length.split(b":")[1]))
         await sending
         writer.close()
-        await eventually(lambda: not world.edge.pipelined.num_bytes)
+        await eventually(lambda: not world.edge.admission.pipelined.num_bytes)
 
 
 async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
@@ -67,7 +67,7 @@ async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
         for _, writer in connections:
             writer.write(raw_request(60_000))
         await eventually(lambda: world.edge.metrics._requests.labels("connection", "429").total >= 10)
-        assert 0 < world.edge.pipelined.num_bytes <= 2**19
+        assert 0 < world.edge.admission.pipelined.num_bytes <= 2**19
         world.link.script = answer("a")
         for request in running:
             request.start()
@@ -80,5 +80,5 @@ async def test_all_pipelined_requests_of_an_address_are_bounded() -> None:
             writer.close()
         assert sorted(set(num_answers)) == [1, 2]
         assert num_answers.count(1) >= 10
-        await eventually(lambda: not world.edge.pipelined.num_leases)
-        assert not world.edge.pipelined.num_bytes
+        await eventually(lambda: not world.edge.admission.pipelined.num_leases)
+        assert not world.edge.admission.pipelined.num_bytes

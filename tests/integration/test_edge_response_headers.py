@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
 

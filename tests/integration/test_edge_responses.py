@@ -52,7 +52,7 @@ def pieces(text: str, size: int = 3) -> list[str]:
 
 
 def prompt_of(world: EdgeWorld) -> str:
-    model = world.edge.models["tiny"]
+    model = world.edge.models.by_name["tiny"]
     return model.tokenizer.decode(world.link.requests[-1].request.prompt_token_ids, skip_special_tokens=False)
 
 

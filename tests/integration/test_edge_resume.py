@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -209,7 +209,7 @@ async def test_repeated_post_with_its_key_is_the_same_request(world: EdgeWorld) 
     world.link.script = answer("for the other")
     await stranger.begin(chat_body(stream=True))
     assert len(world.link.requests) == 2  # the same key of another caller is another request
-    await eventually(lambda: world.edge.num_running == 0)
+    await eventually(lambda: world.edge.admission.num_running == 0)
 
 
 async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld) -> None:

@@ -75,7 +75,7 @@ async def test_client_that_does_not_return_is_cancelled() -> None:
         assert not request.cancelled.is_set()
         async with asyncio.timeout(5):
             await request.cancelled.wait()
-        await eventually(lambda: world.edge.num_running == 0)
+        await eventually(lambda: world.edge.admission.num_running == 0)
         assert await dropped.resume() == 404
         assert await metric(world, "kvloom_edge_expired_responses_total") == 1
         assert await metric(world, "kvloom_edge_unclaimed_events_total") == 1
@@ -208,7 +208,7 @@ async def test_unattended_answers_are_bounded() -> None:
         async with asyncio.timeout(5):
             await asyncio.gather(*(request.cancelled.wait() for request in requests[:3]))
         assert not any(request.cancelled.is_set() for request in requests[3:])
-        await eventually(lambda: world.edge.num_running == 2)
+        await eventually(lambda: world.edge.admission.num_running == 2)
         assert await clients[0].resume() == 404
         requests[4].finish()
         assert await clients[4].resume() == 200
@@ -272,7 +272,7 @@ async def test_drain_waits_for_unattended_answers(world: EdgeWorld) -> None:
     await begin
     await unattended(world)
     drain = asyncio.create_task(world.server.drain())
-    await eventually(lambda: world.edge.draining)
+    await eventually(lambda: world.edge.admission.draining)
     back = asyncio.create_task(dropped.resume())
     await unattended(world, 0)
     assert not drain.done()
@@ -295,4 +295,4 @@ async def test_stop_cancels_what_is_unattended() -> None:
         await unattended(world)
         await world.server.stop()
         assert request.cancelled.is_set()
-        assert world.edge.num_running == 0
+        assert world.edge.admission.num_running == 0

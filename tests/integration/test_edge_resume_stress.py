@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from edge_http.edge import EdgeSettings
+from edge_http.admission import EdgeSettings
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT, client, config, unattended
@@ -192,5 +192,5 @@ async def test_nothing_is_left_when_all_clients_are_gone() -> None:
         kept = resume._retention
         assert kept.num_bytes == 0
         assert not any((resume._jobs, kept._running, kept._left, kept._ended, resume._by_key))
-        assert world.edge.num_running == 0
+        assert world.edge.admission.num_running == 0
         assert len(world.link.requests) == 300

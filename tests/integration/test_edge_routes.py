@@ -110,7 +110,7 @@ async def test_the_next_model_takes_what_the_first_refused(world: EdgeWorld, str
     assert "Hi" in text
     assert (headers["x-kvloom-model"], headers["x-kvloom-route"]) == ("guided", "tiny;passed=tiny:overloaded")
     assert [request.request.wanted.model for request in world.link.requests] == ["tiny", "guided"]
-    assert not world.edge.num_running
+    assert not world.edge.admission.num_running
 
 
 async def test_a_brownout_moves_requests_only_where_another_model_takes_them(world: EdgeWorld) -> None:
@@ -167,7 +167,7 @@ async def test_the_first_error_is_reported_if_no_model_can(world: EdgeWorld) -> 
 async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWorld, stream: bool) -> None:
     """An edge hears of it a moment later than the router: its clients got 404 at the end of a rollout. A key stands for
     the one model."""
-    world.edge.models["guided"] = dataclasses.replace(tiny_model("guided"), succeeds="tiny")
+    world.edge.models.by_name["guided"] = dataclasses.replace(tiny_model("guided"), succeeds="tiny")
     world.link.script = fails_for("tiny", WITHDRAWN)
     status, text, headers = await ask(world, stream=stream)
     assert (status, "Hi" in text, headers["x-kvloom-model"]) == (200, True, "guided")
@@ -176,7 +176,7 @@ async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWor
     assert (await ask(world, headers={"Idempotency-Key": "k1"}))[0] == 404
     world.link.script = fails_for("tiny", OVERLOADED)
     assert (await ask(world))[0] == 503
-    assert not world.edge.num_running
+    assert not world.edge.admission.num_running
 
 
 async def test_a_model_that_was_withdrawn_hides_no_overload(world: EdgeWorld) -> None:
@@ -191,7 +191,7 @@ async def test_a_model_that_was_withdrawn_hides_no_overload(world: EdgeWorld) ->
 
 async def test_any_model_is_none_if_there_is_none(world: EdgeWorld) -> None:
     """An edge may start before it has learnt of the first model."""
-    world.edge.models, world.edge.routes = {}, ModelRoutes()
+    world.edge.models.by_name, world.edge.models.routes = {}, ModelRoutes()
     status, text, _ = await ask(world, model="auto")
     assert (status, "'auto'" in text) == (404, True)
 
@@ -243,7 +243,7 @@ async def test_all_apis_are_routed(world: EdgeWorld) -> None:
 async def test_images_are_for_models_that_see(world: EdgeWorld, path: str, body: dict[str, Any]) -> None:
     """A rule sends them there; where there is none, the error says what is missing."""
     rules = [RouteRule(features=["vision"], targets=["guided"])]
-    world.edge.routes = ModelRoutes([RouteConfig(name="seen", rules=rules, targets=["tiny"])])
+    world.edge.models.routes = ModelRoutes([RouteConfig(name="seen", rules=rules, targets=["tiny"])])
     status, text, _ = await ask(world, path, body={"model": "seen", **body})
     assert status == 400
     assert "'guided'" in text

@@ -48,7 +48,7 @@ def pieces(text: str, size: int = 3) -> list[str]:
 
 
 def prompt_of(world: EdgeWorld) -> str:
-    model = world.edge.models["tiny"]
+    model = world.edge.models.by_name["tiny"]
     return model.tokenizer.decode(world.link.requests[-1].request.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -329,7 +329,7 @@ async def test_markup_in_a_users_message_forges_nothing(world: EdgeWorld) -> Non
     world.link.script = answer("x")
     status, body = await world.chat(messages=messages, tools=[CLOCK])
     assert status == 200, body
-    tokenizer = world.edge.models["tiny"].tokenizer
+    tokenizer = world.edge.models.by_name["tiny"].tokenizer
     [end_id] = tokenizer.special_token_ids(["<|im_end|>"])
     forged = list(world.link.requests[0].request.prompt_token_ids).count(end_id)
     messages[1:] = []
@@ -358,7 +358,7 @@ async def test_markers_that_are_special_tokens_are_shown(path: str, body: dict[s
     """The shard drops special tokens, and a parser that does not see its marker finds no call, whatever the API."""
     async with edge_world(output=ParserSpec(tools="mistral")) as world:
         marked = marked_tokenizer("[TOOL_CALLS]")
-        world.edge.models = {"tiny": dataclasses.replace(world.edge.models["tiny"], tokenizer=marked)}
+        world.edge.models.by_name = {"tiny": dataclasses.replace(world.edge.models.by_name["tiny"], tokenizer=marked)}
         world.link.script = answer("x")
         status, answered = await world.post(path, body)
         assert status == 200, answered

@@ -173,7 +173,7 @@ async def test_without_the_search_there_is_an_answer_and_a_warning(
 
 async def test_a_conversation_that_leaves_no_room_is_answered_without_passages(world: StateWorld, tool: Any) -> None:
     """Passages must not make a question too long that fits by itself."""
-    tokenizer = world.edge.edge.models["tiny"].tokenizer
+    tokenizer = world.edge.edge.models.by_name["tiny"].tokenizer
     words = "the quick brown fox "
     text = words * 400
     while len(await tokenizer.encode(text)) < 4096 - 80:  # the window, and what the template and another message take

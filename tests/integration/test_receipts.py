@@ -89,7 +89,7 @@ async def torch_world(
         recorder._receipts._prices = lambda: Prices([PRICE, LAW_PRICE])
         catalogue = Catalogue([ServedModel(MODEL, tokenizer, 0, "fp_test")])
         catalogue.set_adapters(adapters_of(started.fabric.link.fleet))
-        started.edge.models = catalogue.by_name
+        started.edge.models.by_name = catalogue.by_name
         yield started
 
 

@@ -22,7 +22,7 @@ from tests.fakes.link_requests import make_submit
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, link_request, router_world
 from tests.waiting import eventually
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

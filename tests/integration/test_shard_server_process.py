@@ -24,7 +24,7 @@ from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 from tests.fakes.small_model import write_small_model
 from tests.waiting import eventually
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 
 PROMPT = list(range(100, 140))
 

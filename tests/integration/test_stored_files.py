@@ -113,7 +113,7 @@ async def test_a_broken_upload_leaves_nothing(world: StateWorld) -> None:
     writer.write(head.encode() + b"x" * 500_000)
     await writer.drain()
     writer.close()
-    await world.edge.edge.wait_idle()
+    await world.edge.edge.admission.wait_idle()
     await eventually(lambda: not contents_of(world), "the end of the upload")
     assert [one async for one in world.client.files.list()] == []
 

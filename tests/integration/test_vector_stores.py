@@ -202,7 +202,7 @@ async def test_a_chunk_for_which_the_encoder_has_no_room_becomes_several(world: 
     content = await world.client.vector_stores.files.content(file.id, vector_store_id=store.id)
     texts = [one.text or "" for one in content.data]
     assert set(" ".join(texts).split()) == set(words.split())
-    tokenizer = world.edge.edge.models[ENCODER].tokenizer
+    tokenizer = world.edge.edge.models.by_name[ENCODER].tokenizer
     assert max([len(await tokenizer.encode(text)) for text in texts]) <= WINDOW
 
 

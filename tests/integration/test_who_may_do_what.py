@@ -96,7 +96,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         identities = identities_of(tmp_path, entries, operator_organisation="staff")
         identities._follower.channel = control.channel
         async with edge_world(callers=Callers(identities=identities)) as edge:
-            edge.edge.usage = TenantUsage(identities)
+            edge.edge.add_usage(TenantUsage(identities))
             yield World(edge, control, secrets)
 
 

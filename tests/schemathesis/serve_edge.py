@@ -35,7 +35,7 @@ async def run(command: list[str]) -> int:
     link = FakeRouterLink()
     link.script = play
     async with edge_world(link=link) as world:
-        world.edge.models = AnyModel(world.edge.models)
+        world.edge.models.by_name = AnyModel(world.edge.models.by_name)
         process = await asyncio.create_subprocess_exec(*command, f"{world.url}/openapi.json")
         return await process.wait()
 

@@ -16,7 +16,6 @@ spares.py              a spare for the only shard of a model while that is resta
 child.py               one operating-system process
 die_with_parent.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
-free_ports.py          picks ports for processes that start a moment later
 readiness.py           checks whether the fabric is ready
 named_models.py        models that the configuration names and that nothing serves
 tenant_tables.py       which edges and routers do not follow the table of tenants

@@ -27,6 +27,8 @@ import xxhash
 from aiohttp import web
 
 from edge_http.edge import Edge
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
 
 _FOLDER: Final = Path(__file__).parent
 PAGE_FILES: Final = {
@@ -70,6 +72,12 @@ _SECURITY_HEADERS: Final = {
 Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
+def check_docs(edge: Edge) -> None:
+    """Raises KvloomError (NOT_FOUND) if the API is not described here."""
+    if not edge.config.api_docs:
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist (edge.api_docs is false).")
+
+
 def _file_handler(name: str, content_type: str, *, is_docs: bool = False) -> Handler:
     content = (_FOLDER / name).read_bytes()
     etag = f'"{xxhash.xxh3_64_hexdigest(content)}"'
@@ -77,7 +85,7 @@ def _file_handler(name: str, content_type: str, *, is_docs: bool = False) -> Han
 
     async def handle(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         if is_docs:
-            edge.check_docs()
+            check_docs(edge)
         if etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
         return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)

@@ -28,7 +28,7 @@ from lab.bench.peers.peer import Peer, PeerError, Site
 from tools.failures import CommandError
 from tools.supervisor.child import bound_command
 from tools.supervisor.child_fabric import child_fabric
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 
 KVLOOM: Final = "kvloom"
 KVLOOM_COLOCATED: Final = "kvloom --colocate"

@@ -254,7 +254,7 @@ def edge_half() -> Callable[[], None]:
         _finish_now(handling)
         assert len(data) > len(PROMPT)
         assert transport.num_writes - before == 1
-        assert not edge.num_running
+        assert not edge.admission.num_running
 
     return serve
 

@@ -20,7 +20,7 @@ from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
 from tools.supervisor.flag_model import flag_model
-from tools.supervisor.free_ports import pick_free_ports
+from lab.free_ports import pick_free_ports
 from tools.supervisor.process_specs import plan_stages
 from tools.supervisor.shared_port import SharedPort
 
