@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvloom_common.parsers.events import Event, TextDelta
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
@@ -22,6 +22,38 @@ class PlainParser:
         return []
 
 
+class StagedParser:
+    """Reasoning comes first: once the reasoning parser lets text pass, it lets all of it pass, and the tool parser sees
+    that text as a whole output."""
+
+    __slots__ = ("_reasoning", "_tools")
+
+    def __init__(self, reasoning: OutputParser, tools: OutputParser) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def num_tool_calls(self) -> int:
+        return self._tools.num_tool_calls
+
+    def feed(self, text: str) -> list[Event]:
+        return self._through_tools(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        events = self._through_tools(self._reasoning.finish())
+        events.extend(self._tools.finish())
+        return events
+
+    def _through_tools(self, events: Iterable[Event]) -> list[Event]:
+        through: list[Event] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                through.extend(self._tools.feed(event.text))
+            else:
+                through.append(event)
+        return through
+
+
 def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputParser:
     """The parser of these families. With `tools`, a call of any other name stays text; without, every name is a tool.
     Raises ValueError for a family that does not exist."""
@@ -29,7 +61,7 @@ def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputPar
     from kvloom_common.parsers import registry
 
     if spec.only_calls:
-        from kvloom_common.parsers.tools.plain_json import DemandedCallParser
+        from kvloom_common.parsers.tools.json_calls import DemandedCallParser
 
         return DemandedCallParser(tools)
     if spec.tools == "harmony" or spec.reasoning == "harmony":
@@ -42,6 +74,4 @@ def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputPar
     reasoning = registry.reasoning_family(spec.reasoning)(spec.starts_in_reasoning)
     if tool_parser is None:
         return reasoning
-    from kvloom_common.parsers.staged_parser import StagedParser
-
     return StagedParser(reasoning, tool_parser)

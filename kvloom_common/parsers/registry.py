@@ -23,25 +23,25 @@ _TOOLS: Final = {
     "deepseek_v3": "deepseek:DeepseekV3Parser",
     "deepseek_v31": "deepseek:DeepseekV31Parser",
     "glm45": "glm45:Glm45Parser",
-    "granite": "granite:GraniteParser",
+    "granite": "json_calls:GraniteParser",
     "harmony": "harmony:HarmonyParser",
-    "hermes": "hermes:HermesParser",
-    "json": "plain_json:PlainJsonParser",
+    "hermes": "json_calls:HermesParser",
+    "json": "json_calls:PlainJsonParser",
     "kimi_k2": "kimi_k2:KimiK2Parser",
-    "llama3_json": "llama3_json:Llama3JsonParser",
+    "llama3_json": "json_calls:Llama3JsonParser",
     "llama4_pythonic": "pythonic:Llama4PythonicParser",
-    "mistral": "mistral:MistralParser",
-    "phi4": "phi4:Phi4Parser",
+    "mistral": "json_calls:MistralParser",
+    "phi4": "json_calls:Phi4Parser",
     "pythonic": "pythonic:PythonicParser",
     "qwen3_coder": "qwen3_coder:Qwen3CoderParser",
 }
 _REASONING: Final = {
-    "deepseek_r1": "think:DeepseekR1ReasoningParser",
-    "granite": "granite:GraniteReasoningParser",
+    "deepseek_r1": "marked:DeepseekR1ReasoningParser",
+    "granite": "marked:GraniteReasoningParser",
     "harmony": "",  # the tool family's parser does both
-    "kimi": "kimi:KimiReasoningParser",
-    "mistral": "mistral:MistralReasoningParser",
-    "qwen3": "think:ThinkParser",
+    "kimi": "marked:KimiReasoningParser",
+    "mistral": "marked:MistralReasoningParser",
+    "qwen3": "marked:ThinkParser",
 }
 
 PARSERS: Final = PluginGroup(
