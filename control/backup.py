@@ -11,7 +11,7 @@ from control.service.server import FILE_NAME
 from kvloom_common.config import KvloomConfig
 from kvloom_common.database.backup import ServiceSchema, back_up, restore
 from kvloom_common.database.backup_command import BackupRequest, DatabaseCopy, run_backup_command
-from kvloom_common.database.url import database_url
+from kvloom_common.database.database import database_url
 
 SCHEMA: Final = ServiceSchema("control", metadata, FOLDER, "schema_version")
 

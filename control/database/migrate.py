@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvloom_common.database import migrate as steps
+from kvloom_common.database import opening as steps
 from kvloom_common.database.database import Database
 
 FOLDER: Final = Path(__file__).parent / "migrations"

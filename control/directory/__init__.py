@@ -3,6 +3,7 @@ DirectoryService, inside a transaction that its caller opens.
 
 actor.py           who acts, and what they may see and change
 names.py           which names, times, scopes, models and priority classes are valid. Pure
+accounts.py        how organisations, projects and keys are found, listed and shown
 account_limits.py  limits as they are stored, and those in force: the tier's, the operator's and an administrator's.
     Pure
 operator_settings.py  what the operator has set, which administrators can only make stricter. Pure

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, operator_settings, priority_classes, users
+from control.directory import kv_shares, names, operator_settings, priority_classes, users
 from control.directory import projects as all_projects
-from control.directory.actor import Actor, already_exists, failed_precondition, not_found
-from control.directory.pages import read_page
-from control.directory.transaction import DirectoryChange, read_tiers
-from control.directory.updates import known_tier, masked_values
+from control.directory.accounts import AccountKind, Row
+from control.directory.actor import Actor, already_exists, failed_precondition
+from control.directory.transaction import DirectoryChange
+from control.directory.updates import masked_values
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -25,6 +25,7 @@ from kvloom_common.access.api_keys import KEY_PREFIX, draw_key
 from kvloom_common.tenancy.scopes import SCOPES_OF_ROLE
 from kvloom_common.tenancy.table import identity_id
 
+KEY: Final = AccountKind("key", keys, pb.ApiKey, lambda row: names.organisation_of(row["project"]))
 _ID_BYTES: Final = 8
 _SHOWN_CHARS: Final = len(KEY_PREFIX) + 4
 MAX_GRACE_SECONDS: Final = 366 * 86_400.0
@@ -34,10 +35,10 @@ MAX_USES: Final = 10_000
 async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.CreateKeyResponse:
     key = request.key
     project = names.project_id(key.project, "key.project")
-    if request.create_project and await all_projects.find(change.connection, project) is None:
+    if request.create_project and await all_projects.PROJECT.find(change.connection, project) is None:
         await all_projects.insert(change, project, create_organisation=True)
     try:
-        await all_projects.require(change.connection, change.actor, project)
+        await all_projects.PROJECT.require(change.connection, change.actor, project)
     except KvloomError as error:
         if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND or request.create_project:
             raise
@@ -50,20 +51,16 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
     scopes = names.scopes(key.scopes, "key.scopes")
     await _check_user(change.connection, key.user, project, scopes)
     tiers = await change.tiers()
-    rights = {
-        "scopes": scopes,
-        "models": names.models(key.models, "key.models"),
-        **priority_classes.stored(key, "key"),
-        "tier": known_tier(change.actor, key.tier or before.get("tier") or "", before.get("tier"), tiers),
-        "limits": account_limits.stored(key.limits, "key.limits"),
-        "expires_at": _expiry(key.expires_at, change.now),
-    }
+    if not key.tier:
+        key.tier = before.get("tier") or ""
+    rights = {name: read(key) for name, read in _readers(change, {"tier": before.get("tier")}, tiers).items()}
+    rights["scopes"] = scopes
+    priority_classes.check(rights, "key")
     row = {
         "id": key.id,
         "digest": None,
         "prefix": "",
         "project": project,
-        "name": names.display_name(key.name, "key.name"),
         "user": key.user or None,
         "operator_set": before[operator_settings.COLUMN],
         **operator_settings.settled(change.actor, before, rights, rights, "key"),
@@ -77,15 +74,10 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])
     change.record(f"key:{row['id']}", names.organisation_of(project), None, row)
-    return pb.CreateKeyResponse(key=_shown(row, tiers), secret=secret)
+    return pb.CreateKeyResponse(key=KEY.shown(row, tiers), secret=secret)
 
 
-async def get(connection: AsyncConnection, actor: Actor, request: pb.GetKeyRequest) -> pb.GetKeyResponse:
-    row = await _require(connection, actor, request.id)
-    return pb.GetKeyResponse(key=_shown(row, await read_tiers(connection)))
-
-
-async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListKeysRequest) -> pb.ListKeysResponse:
+async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListKeysRequest) -> Any:
     query = sa.select(keys)
     if request.project:
         actor.require(names.organisation_of(request.project), "project", request.project)
@@ -94,28 +86,14 @@ async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListKeysR
         query = query.join(projects, projects.c.id == keys.c.project).where(projects.c.organisation == organisation)
     if not request.show_revoked:
         query = query.where(keys.c.revoked_at.is_(None))
-    rows, token = await read_page(connection, query, keys.c.id, request)
-    tiers = await read_tiers(connection)
-    return pb.ListKeysResponse(keys=[_shown(row, tiers) for row in rows], next_page_token=token)
+    return await KEY.page(connection, query, request)
 
 
 async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.UpdateKeyResponse:
     row = await _require_active(change, request.key.id)
     tiers = await change.tiers()
-    values = masked_values(
-        request.update_mask,
-        request.key,
-        {
-            "name": lambda one: names.display_name(one.name, "key.name"),
-            "scopes": lambda one: names.scopes(one.scopes, "key.scopes", row["scopes"]),
-            "models": lambda one: names.models(one.models, "key.models", row["models"]),
-            "tier": lambda one: known_tier(change.actor, one.tier, row["tier"], tiers),
-            "limits": lambda one: account_limits.stored(one.limits, "key.limits"),
-            "expires_at": lambda one: _expiry(one.expires_at, change.now),
-            **priority_classes.readers("key", row),
-        },
-        row,
-    )
+    readers = _readers(change, row, tiers)
+    values = masked_values(request.update_mask, request.key, readers, row)
     values = operator_settings.settled(change.actor, row, values, request.update_mask.paths, "key")
     priority_classes.check({**row, **values}, "key")
     kv_shares.refuse(values.get("limits", {}), "key.limits")
@@ -125,7 +103,7 @@ async def update(change: DirectoryChange, request: pb.UpdateKeyRequest) -> pb.Up
     if limits := {name: values[name] for name in ("tier", "limits") if name in values}:
         for other in await _of_account(change.connection, row):
             await _set(change, other, {**limits, **operator_settings.with_limits_of(after, other)})
-    return pb.UpdateKeyResponse(key=_shown(after, tiers))
+    return pb.UpdateKeyResponse(key=KEY.shown(after, tiers))
 
 
 async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.RotateKeyResponse:
@@ -142,13 +120,13 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
     change.record(f"key:{row['id']}", names.organisation_of(row["project"]), None, row)
     ends_at = min(change.now + grace_seconds, old["expires_at"] or names.MAX_TIME)
     await _set(change, old, {"expires_at": ends_at} if grace_seconds else {"revoked_at": change.now})
-    return pb.RotateKeyResponse(key=_shown(row, await change.tiers()), secret=secret)
+    return pb.RotateKeyResponse(key=KEY.shown(row, await change.tiers()), secret=secret)
 
 
 async def revoke(change: DirectoryChange, request: pb.RevokeKeyRequest) -> pb.RevokeKeyResponse:
     """A key that is revoked already stays as it is. An identity that the operator revokes only the operator adds
     again."""
-    row = await _require(change.connection, change.actor, request.id)
+    row = await KEY.require(change.connection, change.actor, request.id)
     ended = {operator_settings.REVOKED: True}
     by_operator = operator_settings.settled(change.actor, row, ended, ended, "key") if row["digest"] is None else {}
     values = {name: by_operator[name] for name in by_operator if name == operator_settings.COLUMN}
@@ -156,7 +134,7 @@ async def revoke(change: DirectoryChange, request: pb.RevokeKeyRequest) -> pb.Re
         values["revoked_at"] = change.now
     if any(row[name] != value for name, value in values.items()):
         row = await _set(change, row, values)
-    return pb.RevokeKeyResponse(key=_shown(row, await change.tiers()))
+    return pb.RevokeKeyResponse(key=KEY.shown(row, await change.tiers()))
 
 
 async def report_uses(connection: AsyncConnection, uses: Iterable[tuple[str, float]], now: float) -> None:
@@ -185,7 +163,7 @@ def _give_secret(row: dict[str, Any]) -> str:
 async def _make_room(change: DirectoryChange, identity: str) -> Mapping[Any, Any]:
     """One that was revoked may be added again, except by an administrator if the operator has revoked it; what the
     operator has set of it stays. Returns what there was. Raises KvloomError (ALREADY_EXISTS, PERMISSION_DENIED)."""
-    row = await _find(change.connection, identity)
+    row = await KEY.find(change.connection, identity)
     if row is None:
         return operator_settings.NOTHING
     if row["revoked_at"] is None:
@@ -213,19 +191,19 @@ async def _of_account(connection: AsyncConnection, row: Mapping[Any, Any]) -> Se
     return (await connection.execute(query)).mappings().all()
 
 
-async def _find(connection: AsyncConnection, key_id: str) -> sa.RowMapping | None:
-    return (await connection.execute(sa.select(keys).where(keys.c.id == key_id))).mappings().first()
-
-
-async def _require(connection: AsyncConnection, actor: Actor, key_id: str) -> sa.RowMapping:
-    row = await _find(connection, key_id)
-    if row is None or not actor.sees(names.organisation_of(row["project"])):
-        raise not_found("key", key_id)
-    return row
+def _readers(change: DirectoryChange, before: Row, tiers: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:
+    """See AccountKind.readers."""
+    return {
+        **KEY.readers(change, before, tiers),
+        "name": lambda one: names.display_name(one.name, "key.name"),
+        "scopes": lambda one: names.scopes(one.scopes, "key.scopes", before.get("scopes", ())),
+        "models": lambda one: names.models(one.models, "key.models", before.get("models", ())),
+        "expires_at": lambda one: _expiry(one.expires_at, change.now),
+    }
 
 
 async def _require_active(change: DirectoryChange, key_id: str) -> sa.RowMapping:
-    row = await _require(change.connection, change.actor, key_id)
+    row = await KEY.require(change.connection, change.actor, key_id)
     if row["revoked_at"] is not None:
         raise failed_precondition(f"The key {key_id!r} is revoked.")
     return row
@@ -248,28 +226,3 @@ def _expiry(expires_at: float, now: float) -> float | None:
     if 0.0 < names.time(expires_at, "key.expires_at") <= now:
         raise invalid_argument("The time at which the key expires has passed.", "key.expires_at")
     return expires_at or None
-
-
-def _shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.ApiKey:
-    return pb.ApiKey(
-        id=row["id"],
-        prefix=row["prefix"],
-        project=row["project"],
-        name=row["name"],
-        user=row["user"] or "",
-        scopes=row["scopes"],
-        models=row["models"],
-        priority_classes=row["priority_classes"],
-        default_priority_class=row["default_priority_class"],
-        tier=row["tier"] or "",
-        limits=account_limits.shown(row["limits"]),
-        expires_at=row["expires_at"] or 0.0,
-        created_at=row["created_at"],
-        last_used_at=row["last_used_at"] or 0.0,
-        revoked_at=row["revoked_at"] or 0.0,
-        effective_limits=account_limits.shown(
-            account_limits.effective(row["tier"], row["limits"], tiers, row["operator_set"])
-        ),
-        operator_limits=account_limits.shown(operator_settings.limits_of(row["operator_set"])),
-        account=row["account"],
-    )

@@ -12,13 +12,13 @@ from control.directory.actor import Actor
 from control.directory.transaction import DirectoryChange
 
 READS: Final[Mapping[str, Callable[[AsyncConnection, Actor, Any], Awaitable[Any]]]] = {
-    "GetOrganisation": organisations.get,
+    "GetOrganisation": organisations.ORGANISATION.get,
     "ListOrganisations": organisations.list_,
-    "GetProject": projects.get,
+    "GetProject": projects.PROJECT.get,
     "ListProjects": projects.list_,
     "GetUser": users.get,
     "ListUsers": users.list_,
-    "GetKey": keys.get,
+    "GetKey": keys.KEY.get,
     "ListKeys": keys.list_,
     "ListLimitTiers": tiers.list_,
     "ListPrices": prices.list_,

@@ -6,19 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from control.directory import names
-from kvloom.v1 import directory_service_pb2 as pb
 
 NONE_GIVEN: Final[Mapping[str, Any]] = {"priority_classes": [], "default_priority_class": ""}
 """The columns of what may name all of them."""
 ALL: Final = "*"
 """In place of names: all of them."""
-
-
-def stored(given: pb.Organisation | pb.Project | pb.ApiKey, field: str) -> dict[str, Any]:
-    """The columns. Raises KvloomError (INVALID_ARGUMENT)."""
-    columns = {name: read(given) for name, read in readers(field, NONE_GIVEN).items()}
-    check(columns, field)
-    return columns
 
 
 def readers(field: str, before: Mapping[Any, Any]) -> Mapping[str, Any]:

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
-from control.directory import account_limits, kv_shares, names, operator_settings, organisations, priority_classes
+from control.directory import kv_shares, names, operator_settings, organisations, priority_classes
+from control.directory.accounts import AccountKind, Row
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
-from control.directory.pages import read_page
-from control.directory.transaction import DirectoryChange, read_tiers
-from control.directory.updates import known_tier, masked_values
+from control.directory.transaction import DirectoryChange
+from control.directory.updates import masked_values
 from kvloom.errors import invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
+
+PROJECT: Final = AccountKind("project", projects, pb.Project, lambda row: row["organisation"])
 
 
 async def create(change: DirectoryChange, request: pb.CreateProjectRequest) -> pb.CreateProjectResponse:
     project = request.project
     names.project_id(project.id, "project.id")
-    if change.actor.sees(names.organisation_of(project.id)) and await find(change.connection, project.id) is not None:
+    if (
+        change.actor.sees(names.organisation_of(project.id))
+        and await PROJECT.find(change.connection, project.id) is not None
+    ):
         raise already_exists("project", project.id)
     tiers = await change.tiers()
-    columns = {
-        "tier": known_tier(change.actor, project.tier, None, tiers),
-        "limits": account_limits.stored(project.limits, "project.limits"),
-        "cache_scope": _cache_scope(change.actor, project.cache_scope),
-        "models": names.models(project.models, "project.models"),
-        **priority_classes.stored(project, "project"),
-        "disabled": project.disabled,
-    }
+    columns = {name: read(project) for name, read in _readers(change, {}, tiers).items()}
+    priority_classes.check(columns, "project")
     columns = operator_settings.settled(change.actor, operator_settings.NOTHING, columns, columns, "project")
     row = await insert(change, project.id, create_organisation=request.create_organisation, **columns)
     await _check_share(change, None, row)
-    return pb.CreateProjectResponse(project=shown(row, tiers))
+    return pb.CreateProjectResponse(project=PROJECT.shown(row, tiers))
 
 
 async def insert(change: DirectoryChange, project_id: str, *, create_organisation: bool, **columns: Any) -> Any:
@@ -43,7 +42,7 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
     FAILED_PRECONDITION if there was such a project)."""
     organisation = names.organisation_of(project_id)
     change.actor.require(organisation, "organisation", organisation)
-    if await organisations.find(change.connection, organisation) is None:
+    if await organisations.ORGANISATION.find(change.connection, organisation) is None:
         if not create_organisation:
             raise not_found("organisation", organisation)
         change.actor.require_operator("organisations")
@@ -58,36 +57,18 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
     return row
 
 
-async def get(connection: AsyncConnection, actor: Actor, request: pb.GetProjectRequest) -> pb.GetProjectResponse:
-    row = await require(connection, actor, request.id)
-    return pb.GetProjectResponse(project=shown(row, await read_tiers(connection)))
-
-
-async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListProjectsRequest) -> pb.ListProjectsResponse:
+async def list_(connection: AsyncConnection, actor: Actor, request: pb.ListProjectsRequest) -> Any:
     query = sa.select(projects)
     if organisation := actor.scope(request.organisation):
         query = query.where(projects.c.organisation == organisation)
-    rows, token = await read_page(connection, query, projects.c.id, request)
-    tiers = await read_tiers(connection)
-    return pb.ListProjectsResponse(projects=[shown(row, tiers) for row in rows], next_page_token=token)
+    return await PROJECT.page(connection, query, request)
 
 
 async def update(change: DirectoryChange, request: pb.UpdateProjectRequest) -> pb.UpdateProjectResponse:
-    row = await require(change.connection, change.actor, request.project.id)
+    row = await PROJECT.require(change.connection, change.actor, request.project.id)
     tiers = await change.tiers()
-    values = masked_values(
-        request.update_mask,
-        request.project,
-        {
-            "tier": lambda one: known_tier(change.actor, one.tier, row["tier"], tiers),
-            "limits": lambda one: account_limits.stored(one.limits, "project.limits"),
-            "cache_scope": lambda one: _cache_scope(change.actor, one.cache_scope),
-            "models": lambda one: names.models(one.models, "project.models", row["models"]),
-            "disabled": lambda one: one.disabled,
-            **priority_classes.readers("project", row),
-        },
-        row,
-    )
+    readers = _readers(change, row, tiers)
+    values = masked_values(request.update_mask, request.project, readers, row)
     values = operator_settings.settled(change.actor, row, values, request.update_mask.paths, "project")
     after = {**row, **values}
     priority_classes.check(after, "project")
@@ -96,11 +77,11 @@ async def update(change: DirectoryChange, request: pb.UpdateProjectRequest) -> p
         await _check_share(change, row, after)
     change.touch("tenant", [row["id"]])
     change.record(f"tenant:{row['id']}", row["organisation"], row, after)
-    return pb.UpdateProjectResponse(project=shown(after, tiers))
+    return pb.UpdateProjectResponse(project=PROJECT.shown(after, tiers))
 
 
 async def delete(change: DirectoryChange, request: pb.DeleteProjectRequest) -> pb.DeleteProjectResponse:
-    row = await require(change.connection, change.actor, request.id)
+    row = await PROJECT.require(change.connection, change.actor, request.id)
     of_project = keys.c.project == request.id
     removed = list(await change.connection.scalars(sa.select(keys.c.id).where(of_project)))
     await change.connection.execute(sa.delete(keys).where(of_project))
@@ -113,21 +94,17 @@ async def delete(change: DirectoryChange, request: pb.DeleteProjectRequest) -> p
     return pb.DeleteProjectResponse()
 
 
-async def find(connection: AsyncConnection, project_id: str) -> sa.RowMapping | None:
-    query = sa.select(projects).where(projects.c.id == project_id)
-    return (await connection.execute(query)).mappings().first()
+def _readers(change: DirectoryChange, before: Row, tiers: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:
+    """See AccountKind.readers."""
+    return {
+        **PROJECT.readers(change, before, tiers),
+        "cache_scope": lambda one: _cache_scope(change.actor, one.cache_scope),
+        "models": lambda one: names.models(one.models, "project.models", before.get("models", ())),
+        "disabled": lambda one: one.disabled,
+    }
 
 
-async def require(connection: AsyncConnection, actor: Actor, project_id: str) -> sa.RowMapping:
-    """Raises KvloomError (NOT_FOUND)."""
-    actor.require(names.organisation_of(project_id), "project", project_id)
-    row = await find(connection, project_id)
-    if row is None:
-        raise not_found("project", project_id)
-    return row
-
-
-async def _check_share(change: DirectoryChange, before: Mapping[Any, Any] | None, after: Mapping[Any, Any]) -> None:
+async def _check_share(change: DirectoryChange, before: Row | None, after: Row) -> None:
     """Raises KvloomError."""
     if change.actor.organisation is None:
         await kv_shares.check(change, before, after, "project.limits")
@@ -147,21 +124,3 @@ def _cache_scope(actor: Actor, cache_scope: str) -> str:
             f"The cache scopes of this organisation are {organisation!r} and '{organisation}/...'."
         )
     return cache_scope
-
-
-def shown(row: Mapping[Any, Any], tiers: Mapping[str, Mapping[str, Any]]) -> pb.Project:
-    return pb.Project(
-        id=row["id"],
-        tier=row["tier"] or "",
-        limits=account_limits.shown(row["limits"]),
-        cache_scope=row["cache_scope"],
-        models=row["models"],
-        priority_classes=row["priority_classes"],
-        default_priority_class=row["default_priority_class"],
-        disabled=row["disabled"],
-        created_at=row["created_at"],
-        effective_limits=account_limits.shown(
-            account_limits.effective(row["tier"], row["limits"], tiers, row["operator_set"])
-        ),
-        operator_limits=account_limits.shown(operator_settings.limits_of(row["operator_set"])),
-    )

@@ -206,7 +206,7 @@ def _require_home(user_id: str, organisation: str) -> None:
 
 async def _require_organisation(change: DirectoryChange, organisation: str) -> None:
     change.actor.require(organisation, "organisation", organisation)
-    if await organisations.find(change.connection, organisation) is None:
+    if await organisations.ORGANISATION.find(change.connection, organisation) is None:
         raise not_found("organisation", organisation)
 
 

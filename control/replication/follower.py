@@ -14,9 +14,8 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.directory.transaction import read_tiers
-from control.replication.changelog import TableState, read_changes, read_state
 from control.replication.entries import read_keys, read_organisations, read_prices, read_tenants
-from control.replication.versions import Versions
+from control.replication.versions import TableState, Versions, read_changes, read_state
 from kvloom.v1.control_service_pb2 import FollowResponse, Price
 from kvloom_common.database.database import Database
 

@@ -8,17 +8,20 @@ version is also looked up now and then, and in short intervals while the latest 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
+import sqlalchemy as sa
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from control.database.schema import changes, table_state
 from control.directory.transaction import VERSIONS_CHANNEL
-from control.replication.changelog import read_state
 from kvloom_common.database.database import Database
 from kvloom_common.database.failures import DATABASE_ERRORS
 
 log = structlog.get_logger()
+
 
 CHECK_SECONDS: Final = 1.0
 """How often the version is looked up while announcements arrive."""
@@ -98,3 +101,24 @@ class Versions:
 
 async def _version(connection: AsyncConnection) -> int:
     return (await read_state(connection)).version
+
+
+class TableState(NamedTuple):
+    table_id: str
+    version: int
+    oldest_version: int
+    """Changes since this version are known."""
+
+
+async def read_state(connection: AsyncConnection) -> TableState:
+    columns = (table_state.c.table_id, table_state.c.version, table_state.c.oldest_version)
+    return TableState(*(await connection.execute(sa.select(*columns))).one())
+
+
+async def read_changes(connection: AsyncConnection, after: int, until: int) -> Mapping[str, set[str]]:
+    """Returns the entries, by their kind, that have changed after one version until another one."""
+    query = sa.select(changes.c.kind, changes.c.entry).where(changes.c.version > after, changes.c.version <= until)
+    found: dict[str, set[str]] = {}
+    for kind, entry in await connection.execute(query.distinct()):
+        found.setdefault(kind, set()).add(entry)
+    return found

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import click
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
@@ -96,17 +95,3 @@ def directory_options(function: F) -> F:
 
 def json_option(scope: str) -> Any:
     return option("--json", "as_json", scope=scope, is_flag=True, help="Print JSON.")
-
-
-def switch(group: click.Group, noun: str, method: str, field: str, message: Any) -> None:
-    """Add the commands `disable` and `enable` to a group. `message`: the type of the field of the method's request."""
-    for name, disabled in (("disable", True), ("enable", False)):
-
-        def change(name_: str, directory: Directory, *, disabled: bool = disabled, name: str = name) -> None:
-            fields = {field: message(id=name_, disabled=disabled), "update_mask": {"paths": ["disabled"]}}
-            directory.ask(method, **fields)
-            click.echo(f"{name}d {name_}")
-
-        effect = "Refuse all keys" if disabled else "Accept the keys again"
-        change.__doc__ = f"{effect} of {noun}, within a second."
-        group.command(name)(click.argument("name_", metavar="NAME")(directory_options(change)))

@@ -11,12 +11,11 @@ import click
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import Limits
 from kvloom_common.tenancy.scopes import SCOPES
-from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
 from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.resources import Resource, class_options, given_names, shown_classes
 from tools.cli.tenants.tables import Columns, show_list, show_one
 from tools.cli.tenants.units import (
     DURATION,
-    as_paths,
     given_limits,
     limit_options,
     moment,
@@ -26,7 +25,7 @@ from tools.cli.tenants.units import (
 from tools.failures import CommandError
 from tools.options import F, option
 
-COLUMNS: Final[Columns] = {
+_COLUMNS: Final[Columns] = {
     "id": lambda one: one.id,
     "key": lambda one: f"{one.prefix}..." if one.prefix else "(identity)",
     "project": lambda one: one.project,
@@ -40,8 +39,7 @@ COLUMNS: Final[Columns] = {
     "last used": lambda one: shown_time(one.last_used_at),
     "limits": lambda one: shown_limits(one.effective_limits),
 }
-
-
+KEY: Final = Resource("Key", pb.ApiKey, _COLUMNS)
 _RIGHTS: Final = {
     "inference": "use models",
     "usage": "read its project's usage",
@@ -156,7 +154,7 @@ def show_keys(directory: Directory, project: str, org: str, *, show_revoked: boo
     """Shows the list of `kvloom keys list`."""
     found = directory.list_all("ListKeys", "keys", project=project, organisation=org, show_revoked=show_revoked)
     empty = "there are no keys (kvloom keys create --project ORG/PROJECT --create)"
-    show_list(found, COLUMNS, as_json=as_json, empty=empty)
+    show_list(found, KEY.columns, as_json=as_json, empty=empty)
 
 
 @click.command("update")
@@ -182,23 +180,16 @@ def update(
     **flags: Any,
 ) -> None:
     """Change what is given of a key."""
-    limits = given_limits(flags)
-    fields: dict[str, Any] = {"name": name, "scopes": scopes or None, "models": models or None, "tier": tier}
-    fields["expires_at"] = None if expires is None else _moment(expires)
-    given = {field: value for field, value in fields.items() if value is not None}
-    classes = given_names(classes, are_all=all_classes)
-    class_paths = given_class_paths(classes, default_class)
-    if not given and not limits and not class_paths:
-        raise CommandError("nothing was given that is to be changed")
-    paths = [*given, *class_paths, *as_paths("limits.", limits)]
-    key = pb.ApiKey(
-        id=key_id,
-        limits=Limits(**limits),
-        priority_classes=classes,
-        default_priority_class=default_class or "",
-        **given,
-    )
-    show_one(directory.ask("UpdateKey", key=key, update_mask={"paths": paths}).key, COLUMNS, as_json=as_json)
+    given = {
+        "name": name,
+        "scopes": given_names(scopes),
+        "models": given_names(models),
+        "tier": tier,
+        "expires_at": None if expires is None else _moment(expires),
+        "priority_classes": given_names(classes, are_all=all_classes),
+        "default_priority_class": default_class,
+    }
+    KEY.update(directory, key_id, given, as_json=as_json, limits=given_limits(flags))
 
 
 @click.command("rotate")
@@ -237,7 +228,7 @@ def _moment(text: str | None) -> float:
 
 def _show_secret(made: Any, *, as_json: bool) -> None:
     if as_json or not made.secret:
-        show_one(made.key, COLUMNS, as_json=as_json, secret=made.secret)
+        show_one(made.key, KEY.columns, as_json=as_json, secret=made.secret)
         return
     click.echo(f"made key {made.key.id} of {made.key.project}; it is not shown again", err=True)
     click.echo(made.secret)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from kvloom.v1.control_service_pb2 import Limits
 from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.keys import KEY
+from tools.cli.tenants.orgs import ORGANISATION
+from tools.cli.tenants.projects import PROJECT
 from tools.cli.tenants.tables import Columns, show_list, show_one
-from tools.cli.tenants.units import as_paths, given_limits, kv_share_option, limit_options, shown_limits
+from tools.cli.tenants.units import given_limits, kv_share_option, limit_options, shown_limits
 from tools.failures import CommandError
 from tools.options import option
 
@@ -24,19 +25,7 @@ _ACCOUNT: Final[Columns] = {
 }
 
 
-class _Kind(NamedTuple):
-    """How the accounts of one kind are read and changed."""
-
-    resource: str
-    field: str
-    message: Any
-
-
-_KINDS: Final = {
-    "org": _Kind("Organisation", "organisation", pb.Organisation),
-    "tenant": _Kind("Project", "project", pb.Project),
-    "key": _Kind("Key", "key", pb.ApiKey),
-}
+_KINDS: Final = {"org": ORGANISATION, "tenant": PROJECT, "key": KEY}
 _TIER: Final = "tier"
 
 
@@ -59,8 +48,7 @@ def show(account: str, as_json: bool, directory: Directory) -> None:
     if kind == _TIER:
         show_one(_tier(directory, name), _TIERS, as_json=as_json)
         return
-    found = directory.ask(f"Get{_KINDS[kind].resource}", id=name)
-    show_one(getattr(found, _KINDS[kind].field), _ACCOUNT, as_json=as_json)
+    show_one(_KINDS[kind].get(directory, name), _ACCOUNT, as_json=as_json)
 
 
 @limits.command("set")
@@ -85,9 +73,7 @@ def set_(account: str, tier: str | None, as_json: bool, directory: Directory, **
             setattr(changed.limits, field, value)
         show_one(directory.ask("SetLimitTier", tier=changed).tier, _TIERS, as_json=as_json)
         return
-    fields: dict[str, Any] = {"id": name, "limits": Limits(**given), **({} if tier is None else {"tier": tier})}
-    paths = [*as_paths("limits.", given), *(["tier"] if tier is not None else [])]
-    _update(directory, kind, fields, paths, as_json=as_json)
+    _KINDS[kind].update(directory, name, {"tier": tier}, as_json=as_json, limits=given, columns=_ACCOUNT)
 
 
 @limits.command("clear")
@@ -101,7 +87,7 @@ def clear(account: str, as_json: bool, directory: Directory) -> None:
         directory.ask("DeleteLimitTier", name=name)
         click.echo(f"deleted the tier {name}")
         return
-    _update(directory, kind, {"id": name}, ["limits", "tier"], as_json=as_json)
+    _KINDS[kind].update(directory, name, {"limits": {}, "tier": ""}, as_json=as_json, columns=_ACCOUNT)
 
 
 @limits.command("tiers")
@@ -128,9 +114,3 @@ def _tier(directory: Directory, name: str) -> pb.LimitTier:
         if tier.name == name:
             return tier
     raise CommandError(f"there is no tier {name!r} (`kvloom limits tiers`)")
-
-
-def _update(directory: Directory, kind: str, fields: dict[str, Any], paths: Sequence[str], *, as_json: bool) -> None:
-    resource, field, message = _KINDS[kind]
-    found = directory.ask(f"Update{resource}", **{field: message(**fields), "update_mask": {"paths": paths}})
-    show_one(getattr(found, field), _ACCOUNT, as_json=as_json)

@@ -8,20 +8,21 @@ from typing import Any, Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
-from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
-from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.resources import Resource, class_options, given_names, shown_classes
+from tools.cli.tenants.tables import Columns, show_list
 from tools.cli.tenants.units import shown_limits, shown_time
 from tools.failures import CommandError
 from tools.options import option
 
-COLUMNS: Final[Columns] = {
+_COLUMNS: Final[Columns] = {
     "organisation": lambda one: one.id,
     "state": lambda one: "disabled" if one.disabled else "active",
     "classes": shown_classes,
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
+ORGANISATION: Final = Resource("Organisation", pb.Organisation, _COLUMNS)
 MAX_DIGITS: Final = 9
 class_option, all_classes_option, default_class_option = class_options("orgs", "all", "by the tier")
 _AUDIT: Final[Columns] = {
@@ -48,11 +49,8 @@ def create(
     name: str, tier: str, classes: Sequence[str], default_class: str | None, as_json: bool, directory: Directory
 ) -> None:
     """Add an organisation."""
-    organisation = pb.Organisation(
-        id=name, tier=tier, priority_classes=classes, default_priority_class=default_class or ""
-    )
-    response = directory.ask("CreateOrganisation", organisation=organisation)
-    show_one(response.organisation, COLUMNS, as_json=as_json)
+    given = {"id": name, "tier": tier, "priority_classes": classes, "default_priority_class": default_class}
+    ORGANISATION.create(directory, given, as_json=as_json)
 
 
 @orgs.command("update")
@@ -80,36 +78,15 @@ def update(
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set org:NAME`."""
-    classes = given_names(classes, are_all=all_classes)
-    paths = given_class_paths(classes, default_class) + ["quotas"] * bool(quotas)
-    if not paths:
-        raise CommandError("nothing was given that is to be changed")
-    organisation = pb.Organisation(id=name, priority_classes=classes, default_priority_class=default_class or "")
+    given: dict[str, Any] = {
+        "priority_classes": given_names(classes, are_all=all_classes),
+        "default_priority_class": default_class,
+    }
     if quotas:
-        given = given_quotas(quotas)
-        organisation.quotas.CopyFrom(directory.ask("GetOrganisation", id=name).organisation.quotas)
+        changed, given["quotas"] = given_quotas(quotas), ORGANISATION.get(directory, name).quotas
         for field in (text.partition("=")[0] for text in quotas):
-            setattr(organisation.quotas, field, getattr(given, field))
-    response = directory.ask("UpdateOrganisation", organisation=organisation, update_mask={"paths": paths})
-    show_one(response.organisation, COLUMNS, as_json=as_json)
-
-
-@orgs.command("list")
-@json_option("orgs")
-@directory_options
-def list_(as_json: bool, directory: Directory) -> None:
-    """List all organisations."""
-    found = directory.list_all("ListOrganisations", "organisations")
-    show_list(found, COLUMNS, as_json=as_json, empty="there are no organisations (kvloom orgs create NAME)")
-
-
-@orgs.command("delete")
-@click.argument("name")
-@directory_options
-def delete(name: str, directory: Directory) -> None:
-    """Delete an organisation, whose projects must have been deleted."""
-    directory.ask("DeleteOrganisation", id=name)
-    click.echo(f"deleted {name}")
+            setattr(given["quotas"], field, getattr(changed, field))
+    ORGANISATION.update(directory, name, given, as_json=as_json)
 
 
 @orgs.command("audit")
@@ -138,4 +115,5 @@ def given_quotas(texts: Sequence[str]) -> pb.Quotas:
     return quotas
 
 
-switch(orgs, "an organisation", "UpdateOrganisation", "organisation", pb.Organisation)
+ORGANISATION.add_list(orgs, "List all organisations.", "there are no organisations (kvloom orgs create NAME)")
+ORGANISATION.add_ends(orgs, "an organisation", "Delete an organisation, whose projects must have been deleted.")

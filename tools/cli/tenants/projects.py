@@ -8,14 +8,13 @@ from typing import Final
 import click
 
 from kvloom.v1 import directory_service_pb2 as pb
-from tools.cli.tenants.classes import class_options, given_class_paths, given_names, shown_classes
-from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
-from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.resources import Resource, class_options, given_names, shown_classes
+from tools.cli.tenants.tables import Columns
 from tools.cli.tenants.units import shown_limits
-from tools.failures import CommandError
 from tools.options import option
 
-COLUMNS: Final[Columns] = {
+_COLUMNS: Final[Columns] = {
     "project": lambda one: one.id,
     "state": lambda one: "disabled" if one.disabled else "active",
     "models": lambda one: " ".join(one.models) or "all",
@@ -24,6 +23,7 @@ COLUMNS: Final[Columns] = {
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
+PROJECT: Final = Resource("Project", pb.Project, _COLUMNS, "ORG/PROJECT")
 
 model_option = option(
     "--model",
@@ -71,19 +71,15 @@ def create(
     directory: Directory,
 ) -> None:
     """Add a project to an organisation."""
-    project = _project(name, models, classes, default_class, cache_scope, tier)
-    response = directory.ask("CreateProject", project=project, create_organisation=create_org)
-    show_one(response.project, COLUMNS, as_json=as_json)
-
-
-@projects.command("list")
-@option("--org", scope="projects", default="", help="Only those of this organisation.")
-@json_option("projects")
-@directory_options
-def list_(org: str, as_json: bool, directory: Directory) -> None:
-    """List projects."""
-    found = directory.list_all("ListProjects", "projects", organisation=org)
-    show_list(found, COLUMNS, as_json=as_json, empty="there are no projects (kvloom projects create ORG/PROJECT)")
+    given = {
+        "id": name,
+        "models": models,
+        "priority_classes": classes,
+        "default_priority_class": default_class,
+        "cache_scope": cache_scope,
+        "tier": tier,
+    }
+    PROJECT.create(directory, given, as_json=as_json, create_organisation=create_org)
 
 
 @projects.command("update")
@@ -110,47 +106,24 @@ def update(
     directory: Directory,
 ) -> None:
     """Change what is given. Limits are changed by `kvloom limits set tenant:ORG/PROJECT`."""
-    models = given_names(models, are_all=all_models)
-    classes = given_names(classes, are_all=all_classes)
     given = {
-        "models": models,
-        "cache_scope": cache_scope is not None,
-        "tier": tier is not None,
+        "models": given_names(models, are_all=all_models),
+        "priority_classes": given_names(classes, are_all=all_classes),
+        "default_priority_class": default_class,
+        "cache_scope": cache_scope,
+        "tier": tier,
     }
-    paths = [field for field, is_given in given.items() if is_given]
-    paths += given_class_paths(classes, default_class)
-    if not paths:
-        raise CommandError("nothing was given that is to be changed")
-    project = _project(name, models, classes, default_class, cache_scope, tier)
-    response = directory.ask("UpdateProject", project=project, update_mask={"paths": paths})
-    show_one(response.project, COLUMNS, as_json=as_json)
+    PROJECT.update(directory, name, given, as_json=as_json)
 
 
-@projects.command("delete")
-@click.argument("name", metavar="ORG/PROJECT")
-@directory_options
-def delete(name: str, directory: Directory) -> None:
-    """Delete a project and its keys, which are refused within a second. Its usage records are kept."""
-    directory.ask("DeleteProject", id=name)
-    click.echo(f"deleted {name}")
-
-
-def _project(
-    name: str,
-    models: Sequence[str],
-    classes: Sequence[str],
-    default_class: str | None,
-    cache_scope: str | None,
-    tier: str | None,
-) -> pb.Project:
-    return pb.Project(
-        id=name,
-        models=models,
-        priority_classes=classes,
-        default_priority_class=default_class or "",
-        cache_scope=cache_scope or "",
-        tier=tier or "",
-    )
-
-
-switch(projects, "a project", "UpdateProject", "project", pb.Project)
+PROJECT.add_list(
+    projects,
+    "List projects.",
+    "there are no projects (kvloom projects create ORG/PROJECT)",
+    "Only those of this organisation.",
+)
+PROJECT.add_ends(
+    projects,
+    "a project",
+    "Delete a project and its keys, which are refused within a second. Its usage records are kept.",
+)

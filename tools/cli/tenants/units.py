@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 import click
@@ -154,8 +153,3 @@ def shown_limits(limits: Any) -> str:
         else:
             shown.append(name if value is True else f"{name}={value}")
     return " ".join(shown) or "-"
-
-
-def as_paths(prefix: str, given: Mapping[str, Any]) -> list[str]:
-    """The paths of an update mask."""
-    return [f"{prefix}{name}" for name in given]

@@ -9,17 +9,19 @@ import click
 
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom_common.tenancy.scopes import ROLES
-from tools.cli.tenants.directory import Directory, directory_options, json_option, switch
-from tools.cli.tenants.tables import Columns, show_list, show_one
+from tools.cli.tenants.directory import Directory, directory_options, json_option
+from tools.cli.tenants.resources import Resource
+from tools.cli.tenants.tables import Columns, show_one
 from tools.failures import CommandError
 from tools.options import option
 
-COLUMNS: Final[Columns] = {
+_COLUMNS: Final[Columns] = {
     "user": lambda one: one.id,
     "name": lambda one: one.name or "-",
     "state": lambda one: "disabled" if one.disabled else "active",
     "roles": lambda one: " ".join(f"{member.organisation}={member.role}" for member in one.memberships) or "-",
 }
+USER: Final = Resource("User", pb.User, _COLUMNS, "USER")
 
 
 @click.group()
@@ -48,18 +50,7 @@ def create(user: str, name: str, roles: Sequence[str], as_json: bool, directory:
         if not equals:
             raise CommandError(f"--role {text}: expected ORG=ROLE, e.g. acme=member")
         memberships.append(pb.Membership(organisation=organisation, role=role))
-    response = directory.ask("CreateUser", user=pb.User(id=user, name=name, memberships=memberships))
-    show_one(response.user, COLUMNS, as_json=as_json)
-
-
-@users.command("list")
-@option("--org", scope="users", default="", help="Only members of this organisation.")
-@json_option("users")
-@directory_options
-def list_(org: str, as_json: bool, directory: Directory) -> None:
-    """List users."""
-    found = directory.list_all("ListUsers", "users", organisation=org)
-    show_list(found, COLUMNS, as_json=as_json, empty="there are no users (kvloom users create USER)")
+    USER.create(directory, {"id": user, "name": name, "memberships": memberships}, as_json=as_json)
 
 
 @users.command("grant")
@@ -71,7 +62,7 @@ def list_(org: str, as_json: bool, directory: Directory) -> None:
 def grant(user: str, org: str, role: str, as_json: bool, directory: Directory) -> None:
     """Give a user a role in an organisation, instead of the one that they have."""
     membership = pb.Membership(organisation=org, role=role)
-    show_one(directory.ask("SetMembership", user=user, membership=membership).user, COLUMNS, as_json=as_json)
+    show_one(directory.ask("SetMembership", user=user, membership=membership).user, USER.columns, as_json=as_json)
 
 
 @users.command("withdraw")
@@ -84,13 +75,7 @@ def withdraw(user: str, org: str, directory: Directory) -> None:
     click.echo(f"{user} is no member of {org} any more")
 
 
-@users.command("delete")
-@click.argument("user")
-@directory_options
-def delete(user: str, directory: Directory) -> None:
-    """Delete a user and revoke their keys."""
-    directory.ask("DeleteUser", id=user)
-    click.echo(f"deleted {user}")
-
-
-switch(users, "a user", "UpdateUser", "user", pb.User)
+USER.add_list(
+    users, "List users.", "there are no users (kvloom users create USER)", "Only members of this organisation."
+)
+USER.add_ends(users, "a user", "Delete a user and revoke their keys.")
