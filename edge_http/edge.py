@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
-
-from aiohttp import web
 
 from edge_http.admission import Admission, EdgeSettings
 from edge_http.answers.features import AnswerFeature, Receipts, ResultCacheUse
@@ -22,27 +19,19 @@ from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.cors import Cors
-from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.keep_alive import KeepAlive
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from edge_http.wire.unknown_fields import UnknownFields
-from kvloom.adapters import unknown_name
-from kvloom.errors import KvloomError, unsupported
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
-from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.router_service_pb2 import ModelInfo
-from kvloom_common.access.caller_access import check_models, usable
 from kvloom_common.callers import Callers
-from kvloom_common.config import EdgeConfig, KvloomConfig, with_constants
+from kvloom_common.config import KvloomConfig, with_constants
 from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.records import MetricsTarget
-from kvloom_common.limits.byte_budget import ByteBudget, memory_error
-from kvloom_common.limits.keyed_counts import KeyedCounts
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom_common.models.model_routes import NO_ROUTES, Feature, ModelRoutes
-from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.limits.memory_policy import MemoryLevel
+from kvloom_common.models.model_routes import NO_ROUTES, ModelRoutes
+from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom_common.process.control_socket import run_folder
 from kvloom_common.receipts.key_files import key_path, public_path
@@ -51,6 +40,7 @@ from kvloom_common.trust.state_seal import StateSealer
 
 if TYPE_CHECKING:
     from edge_http.tracing import EdgeTracing
+
 
 class LossReports(Protocol):
     """Settles the usage records of answers that move from one edge to another; see kvloom/router_link/group.py."""
@@ -63,6 +53,7 @@ class LossReports(Protocol):
 
 
 BUILT_IN_CLASSES: Final = frozenset({"interactive", "batch"})
+
 
 class Edge:
     """The state of one edge process. It lives on the event loop."""

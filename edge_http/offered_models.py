@@ -1,4 +1,4 @@
-"""OfferedModels tells which models, adapters and routes an edge offers, to which callers, and what routers say of them."""
+"""OfferedModels tells which models, adapters and routes an edge offers to whom, and what routers say of them."""
 
 from __future__ import annotations
 

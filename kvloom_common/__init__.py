@@ -2,7 +2,6 @@
 no service.
 
 config/          the configuration file as one typed tree
-unknown_key.py   which key a user may have meant who wrote one that does not exist
 models/          the models of a fabric: their configuration, cards and catalogue
 plugins.py       parts of a fabric that other packages bring, as entry points
 private_file.py  files that only this user can read, and the one place where files are replaced

@@ -15,7 +15,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import KvloomConfig
 from kvloom_common.database.backup import BackupError, ServiceSchema, back_up, restore, rows_in
 from kvloom_common.database.backup_command import BackupRequest, DatabaseCopy, run_backup_command
-from kvloom_common.database.url import database_url
+from kvloom_common.database.database import database_url
 from kvloom_common.private_file import make_private_folder, replacement
 from orchestrator.api.files import KIND
 from orchestrator.database.schema import MIGRATIONS, metadata, objects

@@ -37,7 +37,6 @@ links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
 usage_records.py      usage records, kept so that tokens lost on the way can be credited
 metrics.py            Prometheus metrics and one log line per request
-health.py             grpc.health.v1
 """
 
 import kvloom_common.transport.grpc_settings as _  # noqa: F401  (It must run before anything imports gRPC.)

@@ -41,9 +41,7 @@ from router.core_settings import declared_classes
 from router.features.configured import RouterFeatures, new_observer
 from router.features.judges import JudgeDesk
 from router.links.link_sessions import LinkSessions
-from router.links.moderation import ModerationLink
-from router.links.safety_finder import safety_finder
-from router.links.safety_link import SafetyLink
+from router.links.safety_link import ModerationLink, SafetyLink, safety_finder
 from router.listener import RouterListener
 from router.metering.delivery_witness import DeliveryWitness
 from router.overview.overview import Overview

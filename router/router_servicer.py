@@ -54,7 +54,7 @@ from router.decisions.log import DecisionLog
 from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto, without_load
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
-from router.links.moderation import ModerationLink
+from router.links.safety_link import ModerationLink
 from router.prompt_checks import MAX_NAME_CHARS
 from router.request_validator import RequestValidator
 from router.side_call_desk import SideCallDesk

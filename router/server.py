@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -22,6 +22,7 @@ from kvloom_common.metrics.table import GaugeRecord
 from kvloom_common.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.process import service
+from kvloom_common.process.service import HealthServicer, set_serving
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -29,13 +30,13 @@ from router import metric_table as table
 from router.assembly import assemble
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted
-from router.health import HealthReporter
 from router.links.fleet_watcher import FleetWatcher
 from router.links.local_link import LocalRouterLink
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 
 log = structlog.get_logger()
+
 
 ROUTER_SERVICE_NAME: Final = router_service_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 SERVICE_NAMES: Final = (ROUTER_SERVICE_NAME, CARD_SERVICE_NAME)
@@ -257,3 +258,28 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
+
+
+class HealthReporter:
+    """Reports changes of the router's health. It needs a task, `run`, because the health servicer's setter is
+    asynchronous."""
+
+    def __init__(self, health: HealthServicer, service_names: Sequence[str], is_serving: Callable[[], bool]) -> None:
+        self._health = health
+        self._service_names = service_names
+        self._is_serving = is_serving
+        self._wake = asyncio.Event()
+
+    def refresh(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        reported = False
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            serving = self._is_serving()
+            if serving != reported:
+                await set_serving(self._health, self._service_names, serving)
+                reported = serving

@@ -3,7 +3,6 @@
 server.py            the gRPC server and its lifecycle
 connection.py        one router's screening stream
 screen.py            judges a whole prompt, or an answer while it streams
-whole_texts.py       judges texts that other services send
 watched_answers.py   whole answers, for guardrails and models that only watch
 classify.py          names the categories of all rules that a text breaks
 policy.py            loads, validates and compiles the rules of a policy file
@@ -15,7 +14,6 @@ masks.py             the placeholders of what rules hide
 policy_file.py       reloads the policy file when it changes
 phrase_set.py        the phrases that are found in text which is folded in one way
 phrase_scan.py       searches streamed text for the phrases of deny lists
-escaped_scan.py      searches the same in what JSON reads
 pattern_scan.py      searches streamed text for RE2 patterns
 folding.py           maps texts that look the same to the same string
 look_alikes.py       maps texts that look alike, by Unicode's table, to the same string

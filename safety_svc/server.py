@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -15,6 +15,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.safety_service_pb2 import CheckWish, Classification, Mask, MaskWish
 from kvloom_common.backend import serve_announced
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
@@ -28,6 +29,7 @@ from kvloom_common.process.service import (
     sharing_port,
     stop_event,
 )
+from kvloom_common.text.restored_text import with_placeholders
 from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.local_server import LocalServer
@@ -39,14 +41,14 @@ from safety_svc.connection import Found, ScreenConnection, excerpt_of, finding, 
 from safety_svc.guardrails import AskModel, Guardrails, no_model
 from safety_svc.masks import masks_of
 from safety_svc.metrics import PROMPTS, STREAMS
-from safety_svc.policy import PolicyError, SafetyPolicy
+from safety_svc.policy import Hit, PolicyError, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
 from safety_svc.rule_modes import UnknownGuardrailError
 from safety_svc.rule_plugins import RuleFailedError
-from safety_svc.screen import check_long_prompt, check_prompt, is_long
-from safety_svc.whole_texts import judged
+from safety_svc.screen import CHARS_PER_SLICE, AnswerScreener, check_long_prompt, check_prompt, is_long
 
 log = structlog.get_logger()
+
 
 SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
 MAX_PROMPT_CHARS: Final = 8 * 2**20
@@ -226,3 +228,51 @@ async def serve(
     await stopping_servers
     servicer.close()
     audit.close()
+
+
+async def judged(
+    policy: SafetyPolicy,
+    text: str,
+    wish: CheckWish,
+    mask_key: bytes,
+    guardrails: Guardrails,
+    ask_model: AskModel,
+    on_found: Callable[[Found], None],
+) -> tuple[Classification, Hit | None]:
+    """Return the passages to be hidden in the text, and the hit that forbids it nevertheless. Raises
+    RuleFailedError."""
+    names = request_fields(request_id=wish.request_id, tenant=wish.tenant)
+    target = "answer" if wish.is_answer else "prompt"
+    masks: list[Mask] = []
+    if wish.is_answer:
+        hit, flagged = await _judged_answer(policy, text, wish)
+    else:
+        hidden_for = MaskWish(tenant=wish.tenant, conversation=wish.conversation, guardrails=wish.guardrails)
+        masks = await asyncio.to_thread(masks_of, policy, text, hidden_for, mask_key)
+        text = with_placeholders(text, masks)
+        judge = prompt_judge(policy, wish.tenant, wish.guardrails)
+        hit = await check_long_prompt(policy.prompt, text, judge)
+        if hit is None and policy.guardrails:
+            hit = await guardrails.judge(policy, text, judge, names, ask_model)
+        flagged = judge.flagged
+    for rule in flagged:
+        on_found(Found(target, rule, False, policy.revision, names, wish.tenant))
+    if hit is None:
+        return Classification(masks=masks), None
+    if not hit.is_failure:
+        excerpt = "" if wish.is_answer else excerpt_of(text, hit)
+        on_found(Found(target, hit.rule.name, True, policy.revision, names, wish.tenant, excerpt=excerpt))
+    return Classification(masks=masks, finding=finding(hit)), hit
+
+
+async def _judged_answer(policy: SafetyPolicy, text: str, wish: CheckWish) -> tuple[Hit | None, dict[str, None]]:
+    scope = policy.scopes.of(wish.tenant, wish.guardrails)
+    screener = AnswerScreener(policy.answer, policy.watched_answer, scope)
+    for start in range(0, len(text), CHARS_PER_SLICE):
+        screener.push(text[start : start + CHARS_PER_SLICE])
+        if screener.hit is not None:
+            break
+        await asyncio.sleep(0)
+    else:
+        screener.close()
+    return screener.hit, screener.flagged

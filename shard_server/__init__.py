@@ -13,7 +13,6 @@ submits.py             checks a submit and turns it into engine requests
 served_adapters.py     the adapters of the engine: what routers are told of them, and which submits may use them
 live_sequences.py      the sequences that have not finished
 load_reporter.py       when and what load is reported to each router
-kv_mirror.py           the numbered events and the snapshot of the cached blocks
 tracing.py             spans of sequences, for an OpenTelemetry collector
 metrics.py             the Prometheus metrics of a shard
 engines/               the Engine protocol, and the simulator, torch and TensorRT-LLM behind it

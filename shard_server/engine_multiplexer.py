@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
 
 from kvloom.errors import invalid_argument, protocol_violation
 from kvloom.guide import GUIDE_FIELD
-from kvloom.v1 import generation_pb2
+from kvloom.v1 import generation_pb2, kv_event_pb2
+from kvloom.v1.kv_event_pb2 import KvEventBatch, KvSnapshot
 from kvloom.v1.shard_service_pb2 import (
     AdapterList,
     LoadReport,
@@ -28,8 +29,16 @@ from kvloom.v1.shard_service_pb2 import (
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom_common.text.detokenizer import TokenText
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
-from shard_server.engines.base import AllBlocksCleared, Engine, SequenceEnd, SequenceFinishReason, StepOutput
-from shard_server.kv_mirror import KvMirror
+from shard_server.engines.base import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Engine,
+    KvEvent,
+    SequenceEnd,
+    SequenceFinishReason,
+    StepOutput,
+)
 from shard_server.live_sequences import LiveSequences, SequenceObserver, logprobs_to_proto
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
@@ -37,6 +46,7 @@ from shard_server.sequence_admission import SequenceAdmission, engine_failed, st
 from shard_server.served_adapters import ServedAdapters
 
 log = structlog.get_logger()
+
 
 _FINISH_REASONS: Final = {
     SequenceFinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -343,3 +353,37 @@ def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:
         return entries
     started = {start.request_id for start in output.starts}
     return sorted(entries, key=lambda entry: entry[0] not in started)
+
+
+class KvMirror:
+    def __init__(self) -> None:
+        self._number = 0
+        self._cached: dict[int, None] = {}
+        """An ordered set, in the order in which the blocks were stored: routers read neighbouring hashes faster."""
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    def apply(self, events: Sequence[KvEvent]) -> KvEventBatch:
+        """Number the events of one step as the next batch."""
+        batch = [self._apply(event) for event in events]
+        self._number += 1
+        return KvEventBatch(number=self._number, events=batch)
+
+    def snapshot(self) -> KvSnapshot:
+        """Every cached block; the next batch has the number of the snapshot + 1."""
+        return KvSnapshot(number=self._number, block_hashes=self._cached)
+
+    def _apply(self, event: KvEvent) -> kv_event_pb2.KvEvent:
+        match event:
+            case BlockStored(hashes):
+                self._cached.update(dict.fromkeys(hashes))
+                return kv_event_pb2.KvEvent(block_stored=kv_event_pb2.BlockStored(block_hashes=hashes))
+            case BlockRemoved(hashes):
+                for block_hash in hashes:
+                    self._cached.pop(block_hash, None)
+                return kv_event_pb2.KvEvent(block_removed=kv_event_pb2.BlockRemoved(block_hashes=hashes))
+            case AllBlocksCleared():
+                self._cached.clear()
+                return kv_event_pb2.KvEvent(all_blocks_cleared=kv_event_pb2.AllBlocksCleared())

@@ -8,7 +8,6 @@ message_types.py  types of messages, for the OpenAPI document
 
 Only a fabric with tenants loads the others:
 
-requests.py    a path, a query and a body as the request of a method. Pure
-calls.py       calls the method
+calls.py       makes the request of the method of a path, a query and a body, and calls it
 operations.py  what the OpenAPI document says
 """

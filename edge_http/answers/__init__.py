@@ -3,10 +3,7 @@
 answer.py             the base class: the sink of all choices, the end of the answer, and its usage
 bill.py               what an answer costs
 shape.py              the API whose format a response has, and the parser of the model's output
-moderated_answer.py   an answer whose end is held until it is judged
-restoring_answer.py   an answer in which hidden texts are put back
 parsed_output.py      the output of one choice, taken apart into text, reasoning and tool calls
-checked_output.py     the same of a demanded call, whose arguments are checked when it has ended
 joined_logprobs.py    the log-probabilities of an answer whose text a stop string may cut
 collected_answer.py   an answer that is not streamed
 cascade_candidate.py  an answer that is held until it is judged

@@ -23,11 +23,11 @@ class AnswerFeature:
     def begin(self, edge: Edge, request: web.BaseRequest, job: GenerationJob, answer: EdgeAnswer) -> None:
         """Called before the job is submitted."""
 
-    def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:
+    def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:  # noqa: ARG002
         """Returns headers of the response. That of a stream is sent at its start, any other one once it `has_ended`."""
         return {}
 
-    def details(self, answer: EdgeAnswer, *, wanted: bool) -> Mapping[str, Any]:
+    def details(self, answer: EdgeAnswer, *, wanted: bool) -> Mapping[str, Any]:  # noqa: ARG002
         """Returns what the field `kvloom` of the answer tells; `wanted`: the client asks for such details."""
         return {}
 

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from edge_http.answers.checked_output import CheckedOutput
 from edge_http.answers.joined_logprobs import JoinedLogprobs
-from edge_http.answers.parsed_output import CountedOutputParser
+from edge_http.answers.parsed_output import CheckedOutput, CountedOutputParser
 from edge_http.anthropic.formatter import MessageOptions, MessagesFormatter
 from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, client_tools_of
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter

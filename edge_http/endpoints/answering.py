@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from edge_http.admission import AdmissionPermit
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.features import begin_features
 from edge_http.answers.kept_answer import KeptRun
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.admission import AdmissionPermit
 from edge_http.edge import Edge
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.link_requests import link_requests

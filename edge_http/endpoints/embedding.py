@@ -12,12 +12,11 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.offered_models import EMBED, OfferedModels
-from kvloom_common.models.served_model import ServedModel
 from edge_http.endpoints.answering import deliver_whole, read_prompt_body
 from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
 from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
 from edge_http.formatting.body_fields import FieldRules
+from edge_http.offered_models import EMBED, OfferedModels
 from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.wire.body import digest_of
@@ -26,6 +25,7 @@ from edge_http.wire.request_headers import headers_of
 from kvloom.errors import KvloomError
 from kvloom_common.limits.byte_budget import ByteLease
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN, ChosenRoute, RouteFacts
+from kvloom_common.models.served_model import ServedModel
 from kvloom_common.models.succession import error_to_report, fallback_models
 
 Body = TypeVar("Body", bound=NamesModels)

@@ -24,7 +24,9 @@ async def list_models(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
         models = [_anthropic_object(edge.models, name, model) for name, model in _listed(edge.models, request)]
         return _anthropic_response(request, page_of(models, request.query))
     models = [_model_object(edge.models, name, model) for name, model in _listed(edge.models, request)]
-    named = edge.models.usable(request, [name for name in edge.models.routes.by_name if name not in edge.models.by_name])
+    named = edge.models.usable(
+        request, [name for name in edge.models.routes.by_name if name not in edge.models.by_name]
+    )
     routes = [_route_object(edge.models, edge.models.routes.by_name[name]) for name in named]
     return json_response({"object": "list", "data": models + routes})
 

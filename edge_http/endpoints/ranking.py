@@ -73,7 +73,9 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
     scope = edge.callers.cache_scope_of(request)
-    prompts = await text_prompts([*first, *second], fields, model.tokenizer, edge.models.window(model.name), scope=scope)
+    prompts = await text_prompts(
+        [*first, *second], fields, model.tokenizer, edge.models.window(model.name), scope=scope
+    )
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
         lefts, rights = inputs.vectors[: len(first)], inputs.vectors[len(first) :]

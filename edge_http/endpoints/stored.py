@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from edge_http.admission import AdmissionPermit
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.kept_answer import KeptAnswer, KeptChat
 from edge_http.answers.shape import formatter_of, parsed_outputs
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.admission import AdmissionPermit
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import check_job_window, generate
 from edge_http.endpoints.background import cancel_background, read_background

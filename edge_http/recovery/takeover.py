@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
+from edge_http.admission import AdmissionPermit
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs, prompt_field_of
-from edge_http.admission import AdmissionPermit
 from edge_http.edge import Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import PromptInput

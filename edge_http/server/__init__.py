@@ -6,5 +6,4 @@ connection.py      the limits of one connection before there is a request
 routes.py          the routes: one record for each method of each path
 api_docs.py        GET /openapi.json
 http_router.py     the routing table; turns failures into OpenAI errors
-wrong_paths.py     what a client is told whose base URL is not the right one
 """

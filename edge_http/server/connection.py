@@ -100,8 +100,8 @@ class Connection(web.RequestHandler):
             self._refuse(
                 KvloomError(
                     ErrorReason.ERROR_REASON_RATE_LIMITED,
-                    f"Your address has {self._edge.admission.caller_limits.max_connections_per_address} connections to this "
-                    "server, which is the most that one may have (callers.max_connections_per_address).",
+                    f"Your address has {self._edge.admission.caller_limits.max_connections_per_address} connections to "
+                    "this server, which is the most that one may have (callers.max_connections_per_address).",
                     retry_after_seconds=RETRY_SECONDS,
                 )
             )

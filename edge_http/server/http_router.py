@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -20,7 +20,6 @@ from edge_http.formatting.error_formats import ANTHROPIC_ERRORS
 from edge_http.openapi.route import Handler, Route
 from edge_http.operating.access import check_own_machine
 from edge_http.server.api_docs import API_ROUTES
-from edge_http.server.wrong_paths import not_found_message
 from edge_http.state.handler import orchestrator_of
 from edge_http.state.routes import STATE_ROUTES
 from edge_http.wire.headers import (
@@ -30,7 +29,7 @@ from edge_http.wire.headers import (
     request_id,
 )
 from edge_http.wire.json_response import error_response
-from edge_http.wire.on_behalf import Check
+from edge_http.wire.request_callers import Check
 from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -38,6 +37,7 @@ from kvloom_common.process.request_context import enter_request
 from kvloom_common.tenancy.scopes import Scope
 
 log = structlog.get_logger()
+
 
 MAX_NAMED_MODELS: Final = 16
 UNKNOWN_ROUTE: Final = "unknown"
@@ -223,3 +223,32 @@ def _check_header_size(request: web.BaseRequest, max_bytes: int) -> None:
     size_bytes = sum(map(len, itertools.chain.from_iterable(request.raw_headers)))
     if size_bytes > max_bytes:
         raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, f"The headers are larger than {max_bytes} bytes.")
+
+
+_BASE: Final = (
+    "OpenAI's clients have the server's address with /v1 as their base URL, Anthropic's the address without it."
+)
+_PREFIX: Final = re.compile(r"(?:/(?:v\d+(?:beta|alpha)?|api|openai|anthropic|deployments/[^/]+|engines/[^/]+))*")
+
+
+def not_found_message(path: str, routes: Container[str]) -> str:
+    """Says that there is no such path, and which one was meant if that can be told."""
+    for candidate in _candidates(path):
+        if candidate != path and candidate in routes:
+            return f"This path does not exist. Did you mean {candidate}? {_BASE}"
+    if path.rstrip("/") in ("/v1", "") or path.startswith("/v1/"):
+        return f"This path does not exist. GET /v1/models lists the models, and GET /docs all paths. {_BASE}"
+    return "This path does not exist. GET /docs lists all paths."
+
+
+def _candidates(path: str) -> Iterator[str]:
+    plain = re.sub("/{2,}", "/", path).rstrip("/")
+    yield plain
+    prefix = _PREFIX.match(plain)
+    rest = plain[prefix.end() :] if prefix is not None else plain
+    yield "/v1" + rest
+    yield rest
+    # The whole URL of an endpoint as the base URL.
+    for endpoint in ("/chat/completions", "/responses", "/messages", "/completions", "/embeddings"):
+        if rest.startswith(endpoint + "/"):
+            yield "/v1" + endpoint

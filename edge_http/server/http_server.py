@@ -21,7 +21,7 @@ from edge_http.edge import Edge
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from edge_http.wire.headers import REQUEST_ID, UnservedVersionRequest, request_id
-from edge_http.wire.on_behalf import Check, checking
+from edge_http.wire.request_callers import Check, checking
 from edge_http.wire.request_record import RequestRecord
 from kvloom_common.addresses import bare_host, join_address
 from kvloom_common.limits.address_limit import AddressLimit
@@ -49,7 +49,9 @@ class _Server(web.Server):
         make = self._prefixed_request if edge.config.root_path else self._request
         super().__init__(HttpRouter(edge, check), handler_cancellation=True, request_factory=make)
         self._edge = edge
-        self._address_limit = AddressLimit(edge.admission.caller_limits.max_connections_per_address, edge.config.trusted_proxies)
+        self._address_limit = AddressLimit(
+            edge.admission.caller_limits.max_connections_per_address, edge.config.trusted_proxies
+        )
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._edge, self._address_limit)
@@ -163,7 +165,7 @@ class EdgeServer:
             async with asyncio.timeout(self._edge.drain_timeout_seconds):
                 if self._handed_over:
                     on_leave()
-                    self._edge.admission.leave()
+                    self._edge.admission.leaving = True
                     await asyncio.sleep(ANNOUNCED_SECONDS)
                     for site in self._handed_over:
                         await site.stop()

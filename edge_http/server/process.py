@@ -157,7 +157,11 @@ async def _serve(
         targets = TargetList(metrics_registry(config, trust), announcement.target)
         edge.list_targets = targets.read
         memory = MemoryWatch(
-            table.MEMORY, config.fabric.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.admission.is_idle
+            table.MEMORY,
+            config.fabric.max_memory_bytes,
+            edge.on_memory_level,
+            edge.metrics.registry,
+            edge.admission.is_idle,
         )
         url = f"{'http' if tls is None else 'https'}://{advertised_address(config, address)}"
         record = process_record(config, name, peer_address, url)

@@ -2,7 +2,6 @@
 
 headers.py          the headers of requests and responses
 request_headers.py  the record of what the headers of a request ask for, read once
-on_behalf.py         requests of the orchestrator on behalf of tenants
 request_callers.py  who sends a request: its credential, or else its address
 request_record.py   what is noted of a request, for its log lines and for the headers of every response
 cors.py             which web pages of other origins may read responses

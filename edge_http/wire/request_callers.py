@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import ssl
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
@@ -21,12 +21,13 @@ from kvloom_common.limits.client_address import client_address, networks_of
 from kvloom_common.tenancy.principal import Principal
 from kvloom_common.tenancy.scopes import Scope
 from kvloom_common.trust.fabric_trust import FabricTrust
-from kvloom_common.trust.on_behalf import KEY_ID, TENANT
+from kvloom_common.trust.on_behalf import KEY_ID, MAY_SPEAK, TENANT
 from kvloom_common.trust.seal import SealError
 
 if TYPE_CHECKING:
     from kvloom_common.access.identities import Identities
     from kvloom_common.access.revoked_certificates import RevokedCertificates
+
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -222,3 +223,23 @@ def credential_digest(request: web.BaseRequest) -> bytes:
     """
     given = request.get(_VERIFIED_KEY, "") or credential_of(request)
     return hashlib.blake2b(given.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+Check = Callable[[web.BaseRequest], Awaitable[None] | None]
+
+
+def checking(callers: RequestCallers, trust: FabricTrust) -> Check:
+    """Returns what checks callers as `RequestCallers.check` does, and believes an orchestrator for whom it asks."""
+
+    def check(request: web.BaseRequest) -> Awaitable[None] | None:
+        tenant = request.headers.get(TENANT)
+        if tenant is None:
+            return callers.check(request)
+        tls = request.get_extra_info("ssl_object")
+        if not trust.may_connect(MAY_SPEAK, None if tls is None else tls.getpeercert()):
+            message = "Only an orchestrator may ask on behalf of others."
+            raise KvloomError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, message)
+        callers.accept_on_behalf(request, tenant, request.headers.get(KEY_ID, ""))
+        return None
+
+    return check

@@ -2,7 +2,6 @@
 
 client.py                `Client`: generate, complete, embed, plan, explain, list_models, moderate, cancel
 sync_client.py           `SyncClient`, its synchronous twin
-loop_thread.py           the background thread on which all synchronous clients run
 delta_stream.py          `DeltaStream`, which a caller reads, and how leaving it cancels the request
 answer.py                `Answer`, a whole answer
 retries.py               which failed requests are repeated, and when

@@ -8,7 +8,6 @@ fast_path.py           forwards the text of most choices without a call to their
 deferred_token_log.py  the tokens of the fast path, recorded many frames at a time
 group.py               `RouterGroup`: several routers as one link, with failover
 members.py             the routers of a group, and what they can serve together
-choice.py              which router gets a request: rendezvous hashing with bounded loads
 tracked_request.py     a request of a group: what was delivered, and the request for the next router
 identity.py            a link's identity over its connections, and the losses to report to its router
 cancel_notifier.py     notifies routers of requests that were abandoned

@@ -1,6 +1,6 @@
 """Several routers as one RouterLink: answers continue when a router is lost.
 
-A new request goes to a connected router that is not draining (kvloom/router_link/choice.py). When that router's
+A new request goes to a connected router that is not draining (kvloom/router_link/members.py). When that router's
 connection breaks, or its drain timeout ends, the request is sent to another router (or to the same one, when it is
 back) and continues after the last token that its sink has received. Sinks notice nothing but the pause.
 """

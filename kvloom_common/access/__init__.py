@@ -15,9 +15,7 @@ caller_access.py   what it may use
 tenants.py       the table of tenants in use, and whether it is fresh enough
 tenant_follower.py   keeps that table the one of `control`
 tenant_file.py   the copy of it with which a process starts while `control` is away
-steady_clock.py  for how long the clock has run evenly
 tokens.py        tokens of OIDC providers
 key_sets.py      the keys with which these providers sign
-client_certificates.py   certificates of clients
 revoked_certificates.py  those that their authorities have revoked
 """

@@ -24,7 +24,6 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import control_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse, KeyUse, ReportKeyUsesRequest
 from kvloom_common.access.exposure import is_loopback
-from kvloom_common.access.steady_clock import SteadyClock
 from kvloom_common.access.tenant_file import TenantFile, copy_path
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.addresses import join_address
@@ -36,6 +35,7 @@ from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
 from kvloom_common.trust.fabric_trust import FabricTrust
 
 log = structlog.get_logger()
+
 
 ROLE: Final = "control"
 CONNECT_SECONDS: Final = 5.0
@@ -263,3 +263,23 @@ async def _free(table: TenantTable) -> None:
     while number < NUM_SLICES:
         number += not table.drop_some(number, FREED_ENTRIES)
         await asyncio.sleep(0)
+
+
+MAX_DRIFT_SECONDS: Final = 30.0
+"""Between two looks. What is less is a clock that is adjusted; what is more is one that was set."""
+
+
+class SteadyClock:
+    """All times are seconds: `wall` since 1970, `monotonic` those of a clock that nothing sets."""
+
+    def __init__(self, wall: float, monotonic: float) -> None:
+        self._offset = wall - monotonic
+        self._since = monotonic
+
+    def steady_seconds(self, wall: float, monotonic: float) -> float:
+        """How long ago the clock was last set, or looked at first."""
+        offset = wall - monotonic
+        if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
+            self._since = monotonic
+        self._offset = offset
+        return monotonic - self._since

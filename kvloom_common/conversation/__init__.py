@@ -7,7 +7,5 @@ prompt.py          the prompt of a conversation
 tool_plan.py       what a request with tools means: the tools in the prompt, the guide, and the parser of the output
 call_ids.py        the ids of tool calls
 call_guide.py      guides under which a model can only write valid calls
-call_tags.py       guides under which it is free to call or not, and calls of strict tools conform to their schemas
-strict_turns.py    conversations for chat templates that refuse what does not have the order of their training
 plain_messages.py  conversations with tools for chat templates that know no tools
 """

@@ -19,7 +19,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom_common.database.database import Database, make_engine, open_database
-from kvloom_common.database.migrate import migrate
+from kvloom_common.database.opening import migrate
 from kvloom_common.private_file import replacement
 
 FORMAT: Final = 1

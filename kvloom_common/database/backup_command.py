@@ -16,7 +16,7 @@ from kvloom_common.config import ConfigError, KvloomConfig, load_config
 from kvloom_common.database.backup import BackupError, DatabaseCopy
 from kvloom_common.database.database import DatabaseInUseError
 from kvloom_common.database.failures import DATABASE_ERRORS
-from kvloom_common.database.migrate import MigrationError
+from kvloom_common.database.opening import MigrationError
 
 
 class BackupRequest(msgspec.Struct, frozen=True):

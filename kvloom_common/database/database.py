@@ -27,13 +27,16 @@ import sqlalchemy as sa
 import sqlalchemy.exc
 import structlog
 from sqlalchemy import event
-from sqlalchemy.engine import URL
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from kvloom_common.config import ConfigError
 from kvloom_common.database.failures import DatabaseAwayError
 from kvloom_common.private_file import make_private, make_private_folder, open_private_file
 
 log = structlog.get_logger()
+
 
 LOCK_SECONDS: Final = 1.5
 """How long a transaction waits for one of another process: on SQLite for the file, on PostgreSQL for each lock."""
@@ -262,3 +265,26 @@ def _own_file(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+_DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+
+
+def database_url(configured: str, key: str, default: Path) -> URL:
+    """The configured database, or a SQLite file at `default`. `key`: that of the configuration. Raises ConfigError."""
+    if not configured:
+        return URL.create(_DRIVERS["sqlite"], database=str(default))
+    try:
+        return with_driver(make_url(configured))
+    except (ArgumentError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def with_driver(url: URL) -> URL:
+    """The URL with the asynchronous driver of its database. Raises ValueError, whose message has no password."""
+    driver = _DRIVERS.get(url.get_backend_name())
+    if driver is None:
+        raise ValueError(f"{url.get_backend_name()!r} is neither postgresql nor sqlite")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ValueError("SQLite needs the path of a file: sqlite:///PATH, or sqlite:////PATH for an absolute one")
+    return url.set(drivername=driver)

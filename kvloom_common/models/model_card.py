@@ -10,14 +10,15 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from google.protobuf.message import DecodeError
 
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.model_card_pb2 import ModelCard, ModelFile
 from kvloom_common.config import GenerationDefaults, ModelConfig
-from kvloom_common.models.generation_config import with_generation_config
+from kvloom_common.text.chat_template import read_json
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _FILES: Final = (
@@ -133,3 +134,40 @@ def unpacked_files(card: ModelCard) -> Iterator[Path]:
             if file.name in _FILES:  # the names come from another process
                 (Path(folder) / file.name).write_bytes(file.content)
         yield Path(folder)
+
+
+_NAMES: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Maps its names to those of [model.defaults]; all other entries are not about sampling, or concern searches that no
+engine here does."""
+
+
+def with_generation_config(config: ModelConfig, folder: Path) -> GenerationDefaults:
+    """The defaults of a model: those of its configuration, and for what it does not say those of
+    generation_config.json, unless the configuration says to leave it. Values that no request may have count as absent.
+    Raises ValueError for a file that cannot be read."""
+    if not config.reads_generation_config:
+        return config.defaults
+    given = read_json(folder / "generation_config.json")
+    changes = {
+        ours: given[theirs]
+        for theirs, ours in _NAMES.items()
+        if getattr(config.defaults, ours) is None and theirs in given
+    }
+    return msgspec.structs.replace(
+        config.defaults, **{name: value for name, value in changes.items() if _fits(name, value)}
+    )
+
+
+def _fits(name: str, value: Any) -> bool:
+    try:
+        msgspec.convert({name: value}, GenerationDefaults)
+    except msgspec.ValidationError:
+        return False
+    return value is not None

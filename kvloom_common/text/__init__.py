@@ -7,7 +7,6 @@ public_pieces.py       the words that all callers' caches have in common
 special_tokens.py      keeps special tokens in a message's content plain text
 roles.py               the roles that messages may have
 chat_template.py       renders a conversation with the model's Jinja template
-continued_prompt.py    the prompt of a conversation whose last message the model continues
 bounded_template.py    a Jinja sandbox whose templates end
 token_bytes.py         the exact bytes of every token
 detokenizer.py         turns ids into text while they are generated, with stop strings

@@ -14,13 +14,12 @@ from typing import Any, Final, TypeVar
 
 from tokenizers import Tokenizer
 
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.text.token_ids import token_array
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.limits.fair_threads import FairThreads
 from kvloom_common.process.cpu_affinity import use_every_cpu
 from kvloom_common.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
-from kvloom_common.text.continued_prompt import continued_prompt
 from kvloom_common.text.public_pieces import without_own_cache
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom_common.text.token_bytes import TokenBytes
@@ -311,3 +310,29 @@ def _eos_token_ids(model_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
     if eos_id is not None:
         found.add(eos_id)
     return frozenset(found)
+
+
+_END: Final = "\uf8ffend of the last message\uf8ff"
+"""Stands behind the last message while it is rendered, so that what the template adds behind it can be cut off."""
+
+
+def continued_prompt(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt up to the end of the last message's content. Raises KvloomError (INVALID_ARGUMENT,
+    UNSUPPORTED_PARAMETER)."""
+    *others, last = messages
+    content = last["content"]
+    marked = [*others, {**last, "content": content + _END}]
+    text = template.render_variables(marked, tools, options, add_generation_prompt=False)
+    prompt, _, _ = text.partition(_END)
+    if text.count(_END) != 1 or not prompt.endswith(content.lstrip()):
+        raise unsupported(
+            "messages: this model's chat template cannot leave the assistant's last message open to be continued. Let "
+            "the last message be the user's.",
+            "messages",
+        )
+    return prompt

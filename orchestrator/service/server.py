@@ -13,9 +13,8 @@ from kvloom.v1 import orchestrator_service_pb2, orchestrator_service_pb2_grpc
 from kvloom_common.access.exposure import is_loopback
 from kvloom_common.backend import serve_announced
 from kvloom_common.config import KvloomConfig
-from kvloom_common.database.database import Database
+from kvloom_common.database.database import Database, database_url
 from kvloom_common.database.opening import opened
-from kvloom_common.database.url import database_url
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom_common.process.service import (

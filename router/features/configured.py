@@ -26,8 +26,7 @@ from router.continuation_tickets import ContinuationTickets
 from router.core.core import RouterCore
 from router.core_driver import CoreDriver
 from router.features.receipts.writer import ReceiptWriter, chat_template_checksum
-from router.features.result_cache.cache import ResultCache
-from router.features.result_cache.metrics import observe
+from router.features.result_cache.cache import ResultCache, observe
 from router.features.result_cache.pieces import pieces_of
 from router.features.result_cache.request_key import KEY_BYTES
 from router.features.result_cache.shared import SharedResultCache

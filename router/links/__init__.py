@@ -10,10 +10,8 @@ fleet_watcher.py    keeps one shard link per registered or connected shard
 shard_link.py       the router's end of one shard's stream (`ShardService.Connect`)
 tokenizer_claims.py  keeps shards out whose tokenizer is not that of their model
 reconnect.py        what links to shards and to the safety service share: timeouts, backoff, errors
-safety_finder.py    the safety services that a router may use
 safety_link.py      the router's connection to the safety service, with hand-over to a successor
 safety_stream.py    one stream to one safety service and the frames that wait for it
-moderation.py       asks the safety service which categories texts belong to
 prefilter.py        clears answer text that the safety service need not see
 prompt_filter.py    clears prompts that the safety service need not see
 """

@@ -32,7 +32,7 @@ from router.core.actions import FleetChanged
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
-from router.links.moderation import ModerationLink
+from router.links.safety_link import ModerationLink
 from router.overview.overview import Overview
 from router.request_validator import RequestValidator
 from router.side_call_desk import SideCallDesk

@@ -1,4 +1,5 @@
-"""The router's end of the safety service's data plane: `SafetyService.Screen`, kept up as long as the router runs.
+"""The router's end of the safety service: moderation by request, and the data plane, `SafetyService.Screen`, which is
+kept up as long as the router runs.
 
 When a service announces that it drains, the link moves to its successor (a new stream to the same address, or else to
 another service of the fleet) without a gap. New prompts and answers go to the successor at once. A running answer moves
@@ -14,12 +15,20 @@ from typing import Final, Protocol
 import grpc
 import structlog
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import safety_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import ModerateRequest, ModerateResponse
+from kvloom.v1.safety_service_pb2 import ClassifyRequest
+from kvloom_common.access.exposure import is_loopback
+from kvloom_common.addresses import join_address
+from kvloom_common.config import KvloomConfig
+from kvloom_common.discovery.announcer import fabric_host
+from kvloom_common.discovery.process_finder import ProcessFinder
 from kvloom_common.process.cancellation import raise_if_cancelled
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom_common.trust.seal import PLAIN, Sealer
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
@@ -29,6 +38,7 @@ from router.links.reconnect import LinkError, cause_of, reconnect_backoff
 from router.links.safety_stream import SafetyStream
 
 log = structlog.get_logger()
+
 
 _BREAKS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError)
 
@@ -272,3 +282,36 @@ def _split(answers: ScreenAnswers, replaced: SafetyStream) -> tuple[ScreenAnswer
         for is_own in (False, True)
     ]
     return parts[0], parts[1]
+
+
+def safety_finder(config: KvloomConfig, router_id: str, sealer: Sealer = PLAIN) -> ProcessFinder:
+    """Finds the service of this machine first, and then those of others."""
+    # The service of this machine listens where its fabric does; a configured one may be on another machine.
+    host = fabric_host(config, config.safety.host) if is_loopback(config.safety.host) else config.safety.host
+    configured = join_address(host, config.safety.port) if config.safety.port else ""
+    return ProcessFinder(config.redis if config.safety.discover else None, "safety", router_id, configured, sealer)
+
+
+class ModerationLink:
+    """Asks the safety service. Nothing is blocked: the caller learns what the policy says."""
+
+    def __init__(self, safety: SafetyLink | None) -> None:
+        """`safety` is None when none is configured."""
+        self._safety = safety
+
+    async def moderate(self, request: ModerateRequest) -> ModerateResponse:
+        """Raises KvloomError (INVALID_ARGUMENT, SAFETY_UNAVAILABLE, REQUEST_TOO_LARGE)."""
+        if not request.texts:
+            raise invalid_argument("texts must hold at least one text.", "texts")
+        if self._safety is None:
+            message = "This fabric has no safety service, which moderations need (docs/operate/safety.md)."
+            raise KvloomError(ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE, message)
+        wanted = ClassifyRequest(texts=request.texts)
+        if request.HasField("mask"):
+            wanted.mask.CopyFrom(request.mask)
+        if request.HasField("check"):
+            wanted.check.CopyFrom(request.check)
+        found = await self._safety.classify(wanted)
+        return ModerateResponse(
+            results=found.results, categories=found.categories, policy_revision=found.policy_revision
+        )

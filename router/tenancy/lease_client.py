@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
+import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom_common.config import KvloomConfig
@@ -13,10 +15,12 @@ from kvloom_common.trust.fabric_trust import FabricTrust
 from router import metric_table as table
 from router.core.actions import LeasesWanted, LimitsCounted
 from router.core.events import LeasesGranted
+from router.core.lease_messages import LimitCount
 from router.core.tenancy.limiter import Limiter
 from router.tenancy.budget_leases import BudgetLeases
 from router.tenancy.rate_leases import RateLeases
-from router.tenancy.shadow_log import SHADOW_OUTCOMES, ShadowLog
+
+log = structlog.get_logger()
 
 
 def epoch_clock() -> Callable[[float], float]:
@@ -70,3 +74,34 @@ class LeaseClient:
             self._counter.labels(count.kind, count.outcome).inc()
             if count.outcome in SHADOW_OUTCOMES:
                 self._shadow_log.note(count)
+
+
+SHADOW_OUTCOMES: Final = frozenset({"would_refuse", "would_cap"})
+LOG_SECONDS: Final = 60.0
+MAX_COUNTED: Final = 10_000
+"""Accounts and limits that are counted at a time. When there are more, counting begins again."""
+
+
+class ShadowLog:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._counted: dict[LimitCount, tuple[float, int]] = {}
+        """When it was last logged, and how many requests were counted since."""
+
+    def note(self, count: LimitCount) -> None:
+        now = self._now()
+        logged_at, num_requests = self._counted.get(count, (None, 0))
+        num_requests += 1
+        if logged_at is None or now - logged_at >= LOG_SECONDS:
+            logged_at, logged = now, num_requests
+            num_requests = 0
+            log.info(
+                "shadow_limit_exceeded",
+                account=count.account,
+                limit=count.kind,
+                outcome=count.outcome,
+                num_requests=logged,
+            )
+        if len(self._counted) >= MAX_COUNTED:
+            self._counted.clear()
+        self._counted[count] = logged_at, num_requests

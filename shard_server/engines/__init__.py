@@ -8,16 +8,12 @@ engine_plugins.py  what an engine is made from; engines of other packages
 request_check.py  refuses requests that no engine can run
 queue_order.py   the order in which waiting sequences are admitted, shared by the engines
 prefill_order.py  whose prefill goes next, of classes and tenants, shared by the engines
-queued_request.py  what decides the place of a sequence in that order, as it follows from its request
 eviction_order.py  which cached block is evicted next, and whose share protects it, shared by the engines
 adapters/        which LoRA adapters are registered, loaded and in use, shared by the engines
 sim_engine.py    the simulated engine: a timing model and real block accounting, without weights
 sim_sequence.py  one sequence of the simulated engine
 sim_blocks.py    the simulated engine's KV blocks, prefix cache and LRU
-sim_tokens.py    the simulated engine's text, a pure function of (prompt, seed, position)
-sim_adapters.py  the simulated engine's adapters, names without weights
-sim_embedding.py  the simulated engine's embeddings, a pure function of the prompt
-sim_stamps.py    tokens that encode the time, for benchmarks
+sim_tokens.py    what it computes: text, stamps, embeddings and adapters, pure
 torch_engine/    the engine that computes in this process, on CPUs or one GPU
 tensorrt_llm/    the engine over TensorRT-LLM
 """

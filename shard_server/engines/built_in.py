@@ -63,6 +63,6 @@ def sim_engine(setup: EngineSetup) -> Engine:
 @functools.lru_cache(maxsize=1)
 def _stamps(tokenizer: ModelTokenizer) -> tuple[int, ...]:
     """Cached, because hundreds of engines may share a process and its tokenizer."""
-    from shard_server.engines.sim_stamps import stamp_token_ids
+    from shard_server.engines.sim_tokens import stamp_token_ids
 
     return stamp_token_ids(tokenizer.token_texts)

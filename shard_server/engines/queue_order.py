@@ -1,5 +1,5 @@
-"""The order in which waiting sequences are admitted: the most urgent class first, and if the configuration says so the
-shortest prefill first; both with aging. Pure; shared by the engines.
+"""The waiting sequences of an engine, and the order in which they are admitted: the most urgent class first, and if the
+configuration says so the shortest prefill first; both with aging. Pure; shared by the engines.
 
 Each rank by which a class is less urgent counts as CLASS_PATIENCE_SECONDS of waiting, so that the order of classes is
 that of `submit time + rank x CLASS_PATIENCE_SECONDS`. Prefill that has begun follows the same order, and within a class
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
+from shard_server.engines.base import EngineRequest
 
 AGING: Final = 0.1
 """The seconds of prefill that one second of waiting compensates."""
@@ -56,3 +57,27 @@ def count_cached_blocks(is_cached: Callable[[int], bool], num_blocks: int, known
     while count < num_blocks and is_cached(count):
         count += 1
     return count
+
+
+class QueuedRequest:
+    """An OrderedSequence (prefill_order.py), from which engines derive their sequences."""
+
+    __slots__ = ("request", "submit_time", "turn")
+
+    def __init__(self, request: EngineRequest, submit_time: float) -> None:
+        self.request = request
+        self.submit_time = submit_time
+        self.turn = 0
+        """See PrefillOrder."""
+
+    @property
+    def class_rank(self) -> int:
+        return self.request.class_rank
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        return self.request.num_expected_prefill_tokens

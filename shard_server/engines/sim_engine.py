@@ -37,12 +37,16 @@ from shard_server.engines.base import (
 from shard_server.engines.eviction_order import has_others_outside, preempted_for
 from shard_server.engines.prefill_order import PrefillOrder
 from shard_server.engines.queue_order import MAX_PATIENCE_SECONDS, admission_rank, class_order, count_cached_blocks
-from shard_server.engines.sim_adapters import SimAdapterReader
 from shard_server.engines.sim_blocks import SimBlockPool
-from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
 from shard_server.engines.sim_sequence import SimSequence, handoff_of
-from shard_server.engines.sim_stamps import stamp_of
-from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
+from shard_server.engines.sim_tokens import (
+    EMBEDDING_SIZE,
+    WORD_TOKEN_IDS,
+    SimAdapterReader,
+    expected_token_id,
+    sim_embedding,
+    stamp_of,
+)
 
 __all__ = ["SimEngine", "expected_token_id"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvloom_common.text.block_hash import block_hash, block_hashes
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
-from shard_server.engines.queued_request import QueuedRequest
+from shard_server.engines.queue_order import QueuedRequest
 from shard_server.engines.request_check import check_request
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 

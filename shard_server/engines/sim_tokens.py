@@ -1,14 +1,22 @@
-"""The simulated engine's text: a pure function of (prompt, seed, position) and the model's `shard.sim.answer_seed`; any
-token can be checked anywhere."""
+"""What the simulated engine computes: text, a pure function of (prompt, seed, position) and the model's
+`shard.sim.answer_seed`, so that any token can be checked anywhere; stamps, embeddings and adapters."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
+import re
+import sys
+import time
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
 import xxhash
 
 from kvloom_common.text.block_hash import token_bytes
+from shard_server.engines.base import AdapterInfo, Pooling, PoolingKind
 
 # 256 tokens of the built-in model's vocabulary, each a space and the (beginning of a) common word. Any byte-level or
 # sentencepiece vocabulary of a Llama-family model has ordinary tokens here too.
@@ -50,3 +58,78 @@ def sequence_key(prompt_token_ids: Sequence[int], seed: int, adapter_checksum: s
 
 def token_at(key: int, position: int) -> int:
     return WORD_TOKEN_IDS[xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed=key) & 0xFF]
+
+
+TICK_SECONDS: Final = 20e-6
+NUM_STAMPS: Final = 16_384
+"""A stamp encodes a time modulo this many ticks, a third of a second."""
+_WORD: Final = re.compile(r" [a-z]{2,12}")
+
+
+def stamp_token_ids(token_texts: Sequence[str | None]) -> tuple[int, ...]:
+    """The first NUM_STAMPS tokens that are a space and a plain word, with distinct texts. Raises ValueError when the
+    vocabulary has fewer."""
+    found: dict[str, int] = {}
+    for token_id, text in enumerate(token_texts):
+        if text and _WORD.fullmatch(text):
+            found.setdefault(text, token_id)
+            if len(found) == NUM_STAMPS:
+                return tuple(found.values())
+    raise ValueError(f"the vocabulary has only {len(found)} plain words, stamps need {NUM_STAMPS}")
+
+
+def stamp_of(seconds: float) -> int:
+    """The index in the list that encodes a point in time or a duration."""
+    return int(seconds / TICK_SECONDS) % NUM_STAMPS
+
+
+def seconds_since(stamp: int, now: float) -> float:
+    """How many seconds before `now` a token with this stamp was made, modulo the list's length."""
+    return ((now / TICK_SECONDS) - stamp) % NUM_STAMPS * TICK_SECONDS
+
+
+EMBEDDING_SIZE: Final = 64
+_BYTES_PER_DIGEST: Final = 16
+_MIDDLE: Final = 127.5
+
+
+def sim_embedding(token_ids: Sequence[int], pooling: Pooling) -> bytes:
+    """The vector of a prompt, as little-endian float32 [EMBEDDING_SIZE]."""
+    if pooling.kind is PoolingKind.LAST:
+        token_ids = token_ids[-1:]
+    elif pooling.kind is PoolingKind.CLS:
+        token_ids = token_ids[:1]
+    mean = [sum(column) / len(token_ids) for column in zip(*map(_token_vector, token_ids), strict=True)]
+    length = math.sqrt(math.fsum(value * value for value in mean)) or 1.0
+    vector = array("f", [value / length for value in mean] if pooling.normalize else mean)
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector.tobytes()
+
+
+@functools.lru_cache(maxsize=4096)
+def _token_vector(token_id: int) -> tuple[float, ...]:
+    """Each dimension is between -1 and 1."""
+    seeds = range(EMBEDDING_SIZE // _BYTES_PER_DIGEST)
+    digest = b"".join(xxhash.xxh3_128_digest(token_id.to_bytes(4, "little"), seed=seed) for seed in seeds)
+    return tuple((byte - _MIDDLE) / _MIDDLE for byte in digest)
+
+
+def sim_adapter_checksum(name: str, path: str) -> str:
+    """The checksum of a simulated adapter, which is the same on all shards."""
+    return hashlib.sha256(f"{name}\0{path}".encode()).hexdigest()
+
+
+class SimAdapterReader:
+    """Nothing is read: an adapter's path may be any."""
+
+    def __init__(self, load_seconds: float) -> None:
+        self._load_seconds = load_seconds
+
+    def read(self, name: str, path: str) -> AdapterInfo:
+        return AdapterInfo(name, path, sim_adapter_checksum(name, path))
+
+    def load(self, adapter: AdapterInfo) -> str:
+        """The checksum, which stands for the weights."""
+        time.sleep(self._load_seconds)
+        return adapter.checksum

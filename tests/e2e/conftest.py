@@ -15,10 +15,10 @@ import pytest_asyncio
 from playwright.async_api import Browser, async_playwright
 from tokenizers import Tokenizer
 
+from lab.free_ports import pick_free_ports
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_encoder
 from tests.e2e.fabric import START_TIMEOUT_SECONDS, RunningFabric, eventually
-from lab.free_ports import pick_free_ports
 
 FOLDER = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

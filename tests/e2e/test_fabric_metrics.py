@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from lab.free_ports import pick_free_ports
 from tests.conftest import REPOSITORY
 from tests.e2e.fabric import RunningFabric, eventually, kvloom_environment, run_kvloom
 from tests.metrics_page import TABLES, kind_of, shown_name
-from lab.free_ports import pick_free_ports
 
 PROMETHEUS = shutil.which(
     "prometheus", path=os.pathsep.join([os.environ["PATH"], str(REPOSITORY / "build" / "prometheus" / "usr" / "bin")])

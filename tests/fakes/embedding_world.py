@@ -10,9 +10,9 @@ import aiohttp
 import msgspec
 
 from edge_http.edge import Edge
-from kvloom_common.models.served_model import ServedModel
 from edge_http.server.http_server import EdgeServer
 from kvloom_common.config import EdgeConfig, KvloomConfig, ShardConfig, SimConfig
+from kvloom_common.models.served_model import ServedModel
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine

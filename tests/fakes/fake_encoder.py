@@ -7,7 +7,7 @@ from typing import Final
 from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.models.served_model import ServedModel
 from shard_server.engines.base import Pooling, PoolingKind
-from shard_server.engines.sim_embedding import EMBEDDING_SIZE, sim_embedding
+from shard_server.engines.sim_tokens import EMBEDDING_SIZE, sim_embedding
 from tests.fakes.fake_router_link import FakeRequest, Script
 from tests.fakes.tiny_tokenizer import model_tokenizer
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 
 from control.database.migrate import FOLDER
-from kvloom_common.database.database import Database, open_database
-from kvloom_common.database.migrate import migrate
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database, open_database, with_driver
+from kvloom_common.database.opening import migrate
 from kvloom_common.private_file import write_private_file
 
 _templates: dict[Path, bytes] = {}

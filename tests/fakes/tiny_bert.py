@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from shard_server.engines.torch_engine.encoder.config import load_encoder_config
-from shard_server.engines.torch_engine.encoder.weights import expected_shapes
+from shard_server.engines.torch_engine.encoder.runner import expected_shapes
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["BertModel"],

@@ -16,9 +16,8 @@ import orchestrator.backup
 from kvloom_common.config import KvloomConfig
 from kvloom_common.database.backup import BackupError, DatabaseCopy, rows_in
 from kvloom_common.database.backup_command import BackupRequest
-from kvloom_common.database.database import Database, make_engine, open_database
-from kvloom_common.database.migrate import migrate
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import Database, make_engine, open_database, with_driver
+from kvloom_common.database.opening import migrate
 from tests.fakes.postgres_server import find_postgres, postgres_server
 from tests.fakes.state_world import state_world
 

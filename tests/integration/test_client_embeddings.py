@@ -12,7 +12,7 @@ import pytest
 from kvloom import Client, ErrorReason, KvloomError
 from kvloom.v1.generation_pb2 import POOLING_KIND_LAST, Pooling
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, TokenIds
-from shard_server.engines.sim_embedding import EMBEDDING_SIZE
+from shard_server.engines.sim_tokens import EMBEDDING_SIZE
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.fake_safety import FORBIDDEN

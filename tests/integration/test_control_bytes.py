@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from control.database.schema import keys, projects
-from control.replication.changelog import read_state
 from control.replication.follower import MAX_PART_BYTES
+from control.replication.versions import read_state
 from kvloom.v1.control_service_pb2 import FollowRequest, FollowResponse
 from kvloom_common.tenancy.table import TenantTable
 from tests.fakes.control_world import ControlWorld, Pb, control_world

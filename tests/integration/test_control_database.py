@@ -13,9 +13,8 @@ from sqlalchemy.engine import make_url
 
 from control.database.migrate import migrate, migrate_back
 from control.database.schema import keys, metadata, organisations, projects, table_state, used_ids
-from kvloom_common.database.database import DatabaseInUseError, open_database
-from kvloom_common.database.migrate import MigrationError
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import DatabaseInUseError, open_database, with_driver
+from kvloom_common.database.opening import MigrationError
 
 
 def shape(connection: sa.Connection) -> dict[str, object]:

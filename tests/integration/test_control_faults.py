@@ -26,8 +26,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1 import usage_service_pb2 as usage_pb
 from kvloom_common.access.tenant_follower import TenantFollower
 from kvloom_common.config import ControlConfig, KvloomConfig
-from kvloom_common.database.database import LOCK_SECONDS, Database, make_engine
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import LOCK_SECONDS, Database, make_engine, with_driver
 from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from tests.fakes.control_world import ControlWorld, Pb, control_world

@@ -18,8 +18,7 @@ from control.replication.follower import Follower
 from kvloom.enums import ErrorReason
 from kvloom.transport.grpc_errors import error_from_peer
 from kvloom.v1.control_service_pb2 import FollowRequest, LeaseBudgetsRequest, LeaseBudgetsResponse
-from kvloom_common.database.database import make_engine
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import make_engine, with_driver
 from kvloom_common.tenancy.table import EXPIRED_SECONDS, TenantTable
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 

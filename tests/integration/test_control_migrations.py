@@ -11,8 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from control.database.migrate import migrate, migrate_back
-from kvloom_common.database.database import open_database
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import open_database, with_driver
 from tests.integration.test_control_database import shape
 
 BEFORE = "r0005"
@@ -23,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 from kvloom_common.database.database import open_database
 from control.database.migrate import migrate
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import with_driver
 
 async def main(url, at):
     count = 0

@@ -35,9 +35,8 @@ from kvloom.v1.control_service_pb2 import (
 )
 from kvloom.v1.directory_service_pb2 import CreateProjectRequest, ListProjectsRequest
 from kvloom.v1.usage_service_pb2 import GetBudgetsRequest, GetUsageRequest, ListAnswersRequest
-from kvloom_common.database.database import Database, open_database
+from kvloom_common.database.database import Database, open_database, with_driver
 from kvloom_common.database.failures import DatabaseAwayError
-from kvloom_common.database.url import with_driver
 
 Call = Callable[[Database], Awaitable[Any]]
 

@@ -20,8 +20,7 @@ from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret
 from tests.fakes.certificates import Authority
 from tests.fakes.redis_server import redis_server
-from tools.doctor.security import client_ports
-from tools.doctor.strangers import attempt_http, attempt_http2, attempt_redis
+from tools.doctor.security import attempt_http, attempt_http2, attempt_redis, client_ports
 from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.admission import EdgeSettings
+from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.formatting.collected_choice import CollectedChoice
 from edge_http.wire.large_body import PIECE_BYTES
 from kvloom.v1.generation_pb2 import TokenLogprobs

@@ -222,7 +222,7 @@ async def test_a_delivered_answer_is_the_one_that_was_generated(stream: bool) ->
     link.script = answer(*words)
     output = ParserSpec(reasoning="qwen3")
     async with edge_world(link=link, routes=routes, more_models=[tiny_model("large")], output=output) as world:
-        options = {"stream_options": {"include_usage": True}} if stream else {}
+        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
         _, text, headers = await ask(world, stream=stream, **options)
         assert headers["x-kvloom-model"] == "tiny"
         bodies = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] if stream else []
@@ -268,7 +268,9 @@ async def test_all_models_together_have_the_time_of_one_request() -> None:
 async def test_aliases_may_be_candidates(world: EdgeWorld) -> None:
     """A route may name its models as clients do."""
     tests = CascadeConfig(escalate_on=["refusal"])
-    world.edge.models.routes = ModelRoutes([RouteConfig(name="chat", targets=["small"], fallback=["large"], cascade=tests)])
+    world.edge.models.routes = ModelRoutes(
+        [RouteConfig(name="chat", targets=["small"], fallback=["large"], cascade=tests)]
+    )
     world.edge.models.by_name = {**world.edge.models.by_name, "small": world.edge.models.by_name["tiny"]}
     small_says(world, REFUSAL)
     assert (await ask(world))[2]["x-kvloom-route"] == "chat;cascade=tiny:refusal;target=large"

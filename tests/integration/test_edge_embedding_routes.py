@@ -180,7 +180,10 @@ async def test_a_response_has_vectors_of_one_model(world: EdgeWorld, path: str) 
 @pytest.mark.parametrize("model", ["tiny", "vectors"])
 async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWorld, path: str, model: str) -> None:
     """An edge hears of it a moment later than the router: its clients got 404 at the end of a rollout."""
-    world.edge.models.by_name["second"] = dataclasses.replace(tiny_model("second"), succeeds="tiny")
+    world.edge.models.by_name = {
+        **world.edge.models.by_name,
+        "second": dataclasses.replace(tiny_model("second"), succeeds="tiny"),
+    }
     fails_for_tiny(world, WITHDRAWN)
     status, answer, headers = await ask(world, path, model=model)
     assert (status, answer["model"], headers["x-kvloom-model"]) == (200, "second", "second")

@@ -14,7 +14,7 @@ import pytest
 
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from kvloom_common.config import EdgeConfig
-from shard_server.engines.sim_embedding import EMBEDDING_SIZE
+from shard_server.engines.sim_tokens import EMBEDDING_SIZE
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
@@ -180,14 +180,15 @@ async def test_texts_are_screened_in_every_form(router_redis_url: str) -> None:
     ids = list(await model_tokenizer().encode(text))
     async with embedding_world(router_redis_url, model_tokenizer(), sim_engine(), screens=True) as world:
         assert len(await world.embed(["the fox", "a dog"])) == 2
-        for path, body in (
+        bodies: list[tuple[str, dict[str, Any]]] = [
             ("/v1/embeddings", {"input": text}),
             ("/v1/embeddings", {"input": ["fine", text]}),
             ("/v1/embeddings", {"input": ids}),
             ("/v1/rerank", {"query": text, "documents": ["a"]}),
             ("/v1/rerank", {"query": "a", "documents": ["b", {"text": text}]}),
             ("/v1/score", {"text_1": "a", "text_2": ["b", text]}),
-        ):
+        ]
+        for path, body in bodies:
             status, answer = await world.post(path, **body)
             assert (status, answer["error"]["code"]) == (400, "content_filter"), answer
 

@@ -73,7 +73,7 @@ async def test_unread_streams_are_ended_and_their_places_are_free_again() -> Non
                     request.tokens("x" * 16_384)
                 await asyncio.sleep(0)
         await eventually(lambda: not world.edge.admission.num_running)
-        assert world.edge._num_running_by_caller == {}
+        assert world.edge.admission._num_running_by_caller == {}
 
 
 async def test_places_of_an_abandoned_stream_are_the_callers() -> None:

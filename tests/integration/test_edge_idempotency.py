@@ -115,7 +115,8 @@ async def test_the_key_belongs_to_one_request_of_one_caller(world: EdgeWorld) ->
     are theirs."""
     world.link.script = answer("one")
     await ask(world)
-    for other in ({"seed": 5}, {"stream": True}):
+    others: list[dict[str, Any]] = [{"seed": 5}, {"stream": True}]
+    for other in others:
         status, body, _ = await ask(world, **other)
         assert (status, json.loads(body)["error"]["param"]) == (409, KEY)
     await ask(world, key="streamed", stream=True)
@@ -153,7 +154,8 @@ async def test_kept_answers_are_bounded() -> None:
     """In time, in memory, and in what one caller may have of it."""
     async with edge_world(config(idempotency_seconds=0.05)) as world:
         world.link.script = answer("Hello")
-        for fields in ({}, {"stream": True}):
+        ways: list[dict[str, Any]] = [{}, {"stream": True}]
+        for fields in ways:
             await ask(world, key=str(fields.get("stream", "")) or "whole", **fields)
         await eventually(lambda: not len(world.edge.idempotent_answers))
         assert world.edge.idempotent_answers.num_bytes == 0

@@ -35,7 +35,13 @@ async def watched(world: EdgeWorld) -> AsyncIterator[Memory]:
     memory = Memory()
     edge = world.edge
     watch = MemoryWatch(
-        MEMORY, LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.admission.is_idle, memory, sample_seconds=0.002
+        MEMORY,
+        LIMIT_BYTES,
+        edge.on_memory_level,
+        edge.metrics.registry,
+        edge.admission.is_idle,
+        memory,
+        sample_seconds=0.002,
     )
     task = asyncio.create_task(watch.watch())
     yield memory

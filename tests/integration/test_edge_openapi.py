@@ -14,6 +14,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from edge_http.admin.operations import ADMIN_OPERATIONS
+from edge_http.answers.features import ResultCacheUse
 from edge_http.openai import requests
 from edge_http.openai.response_objects import (
     ChatCompletion,
@@ -25,7 +26,6 @@ from edge_http.openai.response_objects import (
 )
 from edge_http.server.api_docs import API_ROUTES, document_bytes
 from edge_http.server.http_router import HANDLERS, route_of
-from edge_http.answers.features import ResultCacheUse
 from edge_http.tenant_usage import TenantUsage
 from kvloom.errors import KvloomError
 from kvloom.limits_state import LimitsState, RateState, limits_state_from_proto, limits_state_to_proto

@@ -167,7 +167,10 @@ async def test_the_first_error_is_reported_if_no_model_can(world: EdgeWorld) -> 
 async def test_what_comes_with_a_withdrawal_goes_to_the_successor(world: EdgeWorld, stream: bool) -> None:
     """An edge hears of it a moment later than the router: its clients got 404 at the end of a rollout. A key stands for
     the one model."""
-    world.edge.models.by_name["guided"] = dataclasses.replace(tiny_model("guided"), succeeds="tiny")
+    world.edge.models.by_name = {
+        **world.edge.models.by_name,
+        "guided": dataclasses.replace(tiny_model("guided"), succeeds="tiny"),
+    }
     world.link.script = fails_for("tiny", WITHDRAWN)
     status, text, headers = await ask(world, stream=stream)
     assert (status, "Hi" in text, headers["x-kvloom-model"]) == (200, True, "guided")

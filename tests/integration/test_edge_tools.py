@@ -15,7 +15,7 @@ from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import LENGTH, FakeRequest, answer
 from tests.fakes.tiny_tokenizer import marked_tokenizer
 
-WEATHER = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",

@@ -7,9 +7,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy.engine import make_url
 
-from kvloom_common.database.database import open_database
-from kvloom_common.database.migrate import migrate, migrate_back
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import open_database, with_driver
+from kvloom_common.database.opening import migrate, migrate_back
 from orchestrator.database.schema import MIGRATIONS, jobs, metadata
 from orchestrator.store import objects
 from orchestrator.store.objects import StoredObject

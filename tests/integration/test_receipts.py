@@ -33,8 +33,8 @@ from tests.fakes.failover_world import MODEL
 from tests.fakes.peft_adapter import write_peft_adapter
 from tools.models.damage import damage
 from tools.models.shallow import write_shallow_model
-from tools.receipts.bundles import bundles_in
 from tools.receipts.collect import collected
+from tools.receipts.command import bundles_in
 from tools.receipts.command import verify as verify_command
 
 pytest_plugins = ("tests.fakes.router_fixtures",)

@@ -20,8 +20,8 @@ from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
 from kvloom_common.config import ShardConfig, SimConfig
 from kvloom_common.models.catalogue import adapters_of
 from kvloom_common.text.tokenizer import ModelTokenizer
-from shard_server.engines.sim_adapters import sim_adapter_checksum
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
+from shard_server.engines.sim_tokens import sim_adapter_checksum
 from tests.fakes.failover_world import MODEL, FailoverWorld, failover_world
 from tests.waiting import eventually
 

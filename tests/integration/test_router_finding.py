@@ -17,12 +17,12 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.records import RouterRecord
 from kvloom_common.discovery.registry import RouterRegistry
 from kvloom_common.discovery.router_finder import RouterFinder, linked_routers
+from lab.free_ports import pick_free_ports
 from tests.fakes.fake_router import serve_fake_router
 from tests.fakes.link_requests import make_submit
 from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, link_request, router_world
 from tests.waiting import eventually
-from lab.free_ports import pick_free_ports
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

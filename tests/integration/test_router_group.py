@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.router_link import choice
+from kvloom.router_link import members
 from kvloom.router_link.group import MAX_LOSSES, RouterGroup
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
 from kvloom.v1 import generation_pb2, router_service_pb2
@@ -251,14 +251,14 @@ async def test_what_is_new_goes_around_a_router_that_is_silent_with_work(monkeyp
         first = Answer()
         fabric.group.submit(request([1], session_key="chat", name="r0"), first)
         router, connection, submit = await fabric.taken("r0")
-        monkeypatch.setattr(choice, "MAX_SILENT_SECONDS", 0.05)
+        monkeypatch.setattr(members, "MAX_SILENT_SECONDS", 0.05)
         link = fabric.group._members._members[router.address].link
         await eventually(lambda: link.silent_seconds > 0.05, "the silence")
         fabric.group.submit(request([1], session_key="chat", name="r1"), Answer())
         other, around, slots = await fabric.taken("r1")
         assert other is not router
         other.finish(around, slots.choices[0].slot)
-        monkeypatch.setattr(choice, "MAX_SILENT_SECONDS", 5.0)
+        monkeypatch.setattr(members, "MAX_SILENT_SECONDS", 5.0)
         router.tokens(connection, (submit.choices[0].slot, [7]))
         await eventually(lambda: first.token_ids[0], "a token")
         assert link.silent_seconds < 5.0

@@ -15,7 +15,7 @@ from safety_svc.policy import load_policy
 from safety_svc.whatif import LoggedRequest, SeenByClient
 from tests.examples import num_examples
 from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
-from tools.safety.report import PolicyReport
+from tools.safety.command import PolicyReport
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

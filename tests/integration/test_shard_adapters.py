@@ -13,8 +13,8 @@ from kvloom.v1.shard_service_pb2 import (
 )
 from kvloom_common.config import AdapterConfig, KvloomConfig
 from shard_server.engines.base import Engine
-from shard_server.engines.sim_adapters import sim_adapter_checksum
 from shard_server.engines.sim_engine import SimEngine, expected_token_id
+from shard_server.engines.sim_tokens import sim_adapter_checksum
 from tests.fakes.shard_world import EOS, VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config
 
 PROMPT = list(range(100, 140))

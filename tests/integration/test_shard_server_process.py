@@ -19,12 +19,12 @@ from kvloom_common.config import KvloomConfig, dump_config
 from kvloom_common.discovery.announcer import name_owner
 from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
+from lab.free_ports import pick_free_ports
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
 from tests.fakes.forked_process import ForkedProcess, fork_service
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 from tests.fakes.small_model import write_small_model
 from tests.waiting import eventually
-from lab.free_ports import pick_free_ports
 
 PROMPT = list(range(100, 140))
 

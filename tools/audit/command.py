@@ -6,15 +6,15 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import click
 
 from kvloom_common.audit.keys import AuditKeys
-from kvloom_common.audit.log import KEYS, AuditLine, AuditLog, BrokenChainError, heads, read_log
-from tools.audit.abuse import abuse_rows
+from kvloom_common.audit.log import KEYS, AuditLine, AuditLog, AuditRecord, BrokenChainError, heads, read_log
 from tools.failures import CommandError
 from tools.options import config_option, load_config_file, option
 
@@ -142,3 +142,29 @@ def _shown(line: AuditLine, keys: AuditKeys) -> dict[str, Any]:
     if record.excerpt:
         shown["excerpt"] = keys.open(record.excerpt, record.tenant, record.day) or "(erased)"
     return shown
+
+
+DAY_SECONDS: Final = 86_400.0
+WEEK_DAYS: Final = 7
+
+
+class AbuseRow(NamedTuple):
+    tenant: str
+    safety_identifier: str
+    rule: str
+    num_last_day: int
+    per_day_before: float
+    """The mean of the seven days before."""
+
+
+def abuse_rows(records: Iterable[AuditRecord], now: float) -> list[AbuseRow]:
+    """The rows, those with the most findings of the last day first. Decisions that were reversed count, too."""
+    last: Counter[tuple[str, str, str]] = Counter()
+    earlier: Counter[tuple[str, str, str]] = Counter()
+    for record in records:
+        age_days = (now - record.at) / DAY_SECONDS
+        if record.event in ("blocked", "flagged") and age_days < 1 + WEEK_DAYS:
+            subject = record.tenant, record.safety_identifier, record.rule
+            (last if age_days < 1 else earlier)[subject] += 1
+    rows = [AbuseRow(*subject, last[subject], earlier[subject] / WEEK_DAYS) for subject in last | earlier]
+    return sorted(rows, key=lambda row: (-row.num_last_day, row))

@@ -6,7 +6,6 @@ lazy_group.py     imports a subcommand when it is used
 up.py             up and down
 config_flags.py   the flags of up that set keys of the configuration
 launch.py         launches the fabric for up
-preflight.py      what up checks before anything starts
 status.py         status
 restart.py        restart
 reload.py         reload

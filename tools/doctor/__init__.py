@@ -5,6 +5,5 @@ command.py   `doctor engine`
 checks.py    its checks
 session.py   records the steps of the engine under test
 security.py  `doctor security`
-strangers.py   what a stranger meets at an address
 plugins.py   `doctor plugins`
 """

@@ -2,7 +2,6 @@
 
 demand.py    a load as averages per request, stated or measured from a trace
 estimate.py  the shards that each resource of a fleet needs for a load. Pure
-synthetic.py  a trace made up from a load, so that the simulator can check a plan without a recording
 search.py    the smallest fleet of the simulator that meets the objective
 command.py   the command
 """

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.options import option
-from tools.plan.demand import PlannedLoad, measured_demand, parse_targets
+from tools.plan.demand import PlannedLoad, measured_demand, parse_targets, write_trace
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.search import GOODPUT, smallest_fleet
-from tools.plan.synthetic import write_trace
 from tools.simulate.bound import simulate_bound
 from tools.simulate.fleet.fleet import MODEL, ModelFleet
 from tools.simulate.fleet.profile import Profile, load_profile

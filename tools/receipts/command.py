@@ -4,10 +4,12 @@ verifying receipts."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import click
 import msgspec
@@ -16,14 +18,13 @@ import structlog
 from kvloom_common.config import KvloomConfig
 from kvloom_common.receipts.key_files import key_path, public_path
 from kvloom_common.receipts.keys import PublicKeys, ReceiptKeyError, made_or_read, read_public_keys
-from kvloom_common.receipts.receipt import Bundle, encode_bundle
+from kvloom_common.receipts.receipt import MAX_BUNDLE_BYTES, Bundle, decode_bundle, encode_bundle
 from kvloom_common.text.model_checksum import ChecksumError
 from shard_server.engines.base import EngineError
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
-from tools.receipts.bundles import bundles_in
 from tools.receipts.verify import ReceiptVerdict, check, rerun_all, sample_of
 
 
@@ -192,3 +193,50 @@ def _bundles(text: str, name: str) -> list[Bundle]:
     if not found:
         raise CommandError(f"{name} has no receipt: ask for one by x-kvloom-receipt: true")
     return found
+
+
+_PARTS: Final = frozenset({"receipt", "signature", "key_id", "request", "output"})
+_MAX_DEPTH: Final = 64
+
+
+def bundles_in(text: str) -> list[Bundle]:
+    """The receipts in a JSON document, in lines of JSON, or in a stream of server-sent events. Raises ValueError with
+    what is wrong."""
+    found: dict[str, Bundle] = {}
+    for document in _documents(text):
+        for raw in _raw_bundles(document):
+            encoded = json.dumps(raw)
+            if len(encoded) > MAX_BUNDLE_BYTES:
+                raise ValueError(f"a receipt has {len(encoded)} bytes; at most {MAX_BUNDLE_BYTES} are read")
+            bundle = decode_bundle(encoded)
+            found[bundle.signature] = bundle  # some APIs repeat the whole answer in their last events
+    return list(found.values())
+
+
+def _documents(text: str) -> Iterator[Any]:
+    with contextlib.suppress(ValueError):
+        whole = json.loads(text)
+        yield whole
+        return
+    for line in text.splitlines():
+        content = line.removeprefix("data:").strip()
+        if not content.startswith("{"):
+            continue
+        try:
+            yield json.loads(content)
+        except ValueError as error:
+            raise ValueError(f"a line is no JSON: {error}") from error
+
+
+def _raw_bundles(value: Any, depth: int = 0) -> Iterator[Any]:
+    if depth > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, dict):
+        if value.keys() >= _PARTS:
+            yield value
+            return
+        for item in value.values():
+            yield from _raw_bundles(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _raw_bundles(item, depth + 1)

@@ -1,5 +1,5 @@
 """The owners of shared limits, as simulations know them: the buckets and slots of Redis, by the rules of its script
-(router/tenancy/lease_script.py), and the budgets of `control`."""
+(router/tenancy/rate_leases.py), and the budgets of `control`."""
 
 from __future__ import annotations
 

@@ -9,9 +9,15 @@ import copy
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Final
 
+import grpc.aio
+import redis.exceptions
+
+from kvloom.v1.shard_service_pb2 import DrainRequest
+from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import announced_process, name_owner, process_record
 from kvloom_common.discovery.records import NameTakenError
@@ -23,10 +29,9 @@ from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.config_reload import ConfigReload, ConfigSource
 from tools.supervisor.detach import has_terminal
-from tools.supervisor.drains import ShardDrains
 from tools.supervisor.fabric_commands import FabricCommands
 from tools.supervisor.fabric_readiness import FabricReadiness
-from tools.supervisor.fleet_registry import FleetRegistry
+from tools.supervisor.fleet_records import FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.models.adapters import AdapterChanges
 from tools.supervisor.models.changes import ModelChanges, Resolve
@@ -36,6 +41,7 @@ from tools.supervisor.process_specs import STOP_ORDER, plan_stages, started_role
 from tools.supervisor.readiness import (
     brownouts,
     http_url,
+    reachable_address,
     router_address,
 )
 from tools.supervisor.reporters import Reporter
@@ -44,6 +50,7 @@ from tools.supervisor.rollout.rollouts import Rollouts
 from tools.supervisor.service.server import SupervisorServicer, serving
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
+from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 from tools.supervisor.tenant_tables import not_following
 
@@ -316,3 +323,36 @@ class Fabric:
         self._state.processes = self._supervisor.statuses
         self._state.model = ", ".join(model.name for model in configured_models(self._config) if model.path)
         self._state_writer.write(self._state)
+
+
+CALL_SECONDS: Final = 5.0
+
+
+class ShardDrains:
+    def __init__(
+        self,
+        statuses: Callable[[], Sequence[ProcessStatus]],
+        registry: FleetRegistry,
+        trust: FabricTrust,
+    ) -> None:
+        self._statuses = statuses
+        self._registry = registry
+        self._trust = trust
+
+    async def set(self, shard: str, draining: bool, deadline_seconds: float | None) -> tuple[int, int]:
+        """Begin a drain, or end it. Returns how many of its sequences run and wait. Raises CommandError."""
+        found = {one.name: one.address for one in self._statuses() if one.role == "shard" and one.address}
+        if shard not in found:
+            with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                found |= {name: record.address for name, record in (await self._registry.read()).shards.items()}
+        if shard not in found:
+            raise CommandError(f"there is no shard {shard[:128]!r}; there are: {', '.join(sorted(found))}")
+        request = DrainRequest(draining=draining, deadline_seconds=deadline_seconds)
+        try:
+            async with self._trust.open_channel(reachable_address(found[shard]), "shard", shard) as channel:
+                answer = await ShardServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise CommandError(f"{shard} does not answer at {found[shard]}") from error
+        if answer.HasField("error"):
+            raise CommandError(answer.error.message)
+        return answer.num_running, answer.num_waiting

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import csv
 import datetime
+import io
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import grpc.aio
 import msgspec
 from rich.console import Console
+from rich.table import Table
 
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
 from kvloom_common.delivery_log import FOLDER as WITNESS_FOLDER
 from kvloom_common.delivery_log import read_witness, witness_files
+from kvloom_common.tenancy.prices import decimal
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
 from tools.fleet.members import FleetAccess
 from tools.options import config_option, data_dir_option, option
 from tools.usage.reconcile import Reconciliation, reconcile
-from tools.usage.table import GROUPS, as_csv, as_table, rows_of
 
 _PIPE_WIDTH: Final = 200
 """Columns of a table that is not for a terminal: nothing is to be cut."""
 
 CALL_SECONDS: Final = 10.0
 LIST_SECONDS: Final = 600.0
+
+
+GROUPS: Final = {
+    "day": (pb.USAGE_GROUP_DAY, "day"),
+    "model": (pb.USAGE_GROUP_MODEL, "model"),
+    "key": (pb.USAGE_GROUP_KEY, "key_id"),
+    "tenant": (pb.USAGE_GROUP_TENANT, "tenant"),
+    "tier": (pb.USAGE_GROUP_TIER, "tier"),
+    "class": (pb.USAGE_GROUP_CLASS, "priority_class"),
+}
+"""By name: (what the service calls it, its field in a row)."""
 
 
 @click.group()
@@ -218,3 +232,44 @@ async def _reconcile(
         async for response in call:
             answers.extend(response.answers)
     return reconcile(answers, lines)
+
+
+SUMS: Final = (
+    "num_requests",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "num_reasoning_tokens",
+)
+
+
+def rows_of(found: Sequence[pb.UsageRow], groups: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{group: getattr(row, GROUPS[group][1]) for group in groups},
+            **{name: getattr(row, name) for name in SUMS},
+            "block_seconds": round(row.block_seconds, 3),
+            "cost": decimal(row.cost_nanos),
+        }
+        for row in found
+    ]
+
+
+def as_csv(rows: Sequence[dict[str, Any]], groups: Sequence[str]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*groups, *SUMS, "block_seconds", "cost"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_table(rows: Sequence[dict[str, Any]], groups: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for group in groups:
+        table.add_column(group, overflow="fold")
+    for name in ("requests", "prompt", "cached", "output", "cost"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sums = (f"{row[name]:,}" for name in SUMS[:4])
+        table.add_row(*(str(row[group]) for group in groups), *sums, row["cost"])
+    return table

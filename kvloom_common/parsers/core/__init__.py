@@ -2,7 +2,6 @@
 
 text_input.py      text that has arrived and is not consumed, and generators that wait for more of it
 markers.py         finds markers in text, and holds back only what may become one
-event_buffer.py    collects events, with neighbours of one kind joined
 grammar_parser.py  `GrammarParser`: an output parser whose grammar is written as a generator
 json_scanner.py    finds the end of a JSON value, piece by piece
 json_call.py       calls whose arguments are JSON: streamed verbatim

@@ -23,7 +23,7 @@ from kvloom_common.addresses import join_address
 from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.bench.data_plane.workloads import Workload, request_bodies
 from lab.process_counters import context_switches, cpu_microseconds, rss_bytes
-from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
+from shard_server.engines.sim_tokens import TICK_SECONDS, seconds_since, stamp_token_ids
 
 BEGUN: Final = b"begun\n"
 """The line that is printed when the first request has been answered."""

@@ -25,10 +25,10 @@ from lab.bench.data_plane.workloads import Workload
 from lab.bench.peers import mock_worker
 from lab.bench.peers.install import Installed, last_words
 from lab.bench.peers.peer import Peer, PeerError, Site
+from lab.free_ports import pick_free_ports
 from tools.failures import CommandError
 from tools.supervisor.child import bound_command
 from tools.supervisor.child_fabric import child_fabric
-from lab.free_ports import pick_free_ports
 
 KVLOOM: Final = "kvloom"
 KVLOOM_COLOCATED: Final = "kvloom --colocate"

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from kvloom_common.text.tokenizer import ModelTokenizer
-from shard_server.engines.sim_stamps import stamp_of, stamp_token_ids
+from shard_server.engines.sim_tokens import stamp_of, stamp_token_ids
 
 _LENGTH: Final = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
 _SSE: Final = (

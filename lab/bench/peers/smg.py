@@ -10,7 +10,7 @@ from typing import Final
 
 from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.bench.peers.peer import Peer, Site
-from shard_server.engines.sim_stamps import TICK_SECONDS, stamp_token_ids
+from shard_server.engines.sim_tokens import TICK_SECONDS, stamp_token_ids
 
 _REQUIREMENTS: Final = ("smg==1.13.0", "smg-grpc-proto==0.4.28")
 _WORKER: Final = Path(__file__).with_name("smg_grpc_servicer.py")

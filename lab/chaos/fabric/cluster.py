@@ -21,11 +21,11 @@ from kvloom_common.models.configured import configured_models, find_configured, 
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from lab.chaos.fabric.faults import Probe
 from lab.chaos.fabric.proxy import FaultProxy
+from lab.free_ports import pick_free_ports
 from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.embedded_redis import embedded_redis_url
-from lab.free_ports import pick_free_ports
 from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.process_specs import STOP_ORDER, models_of_shards, plan_stages
 from tools.supervisor.readiness import edges_without, is_complete, router_address

@@ -1,4 +1,4 @@
-"""The two versions of a model, as `tools/supervisor/rollout/versions.py` loads and unloads them."""
+"""The two versions of a model, as `tools/supervisor/rollout/commands.py` loads and unloads them."""
 
 from __future__ import annotations
 

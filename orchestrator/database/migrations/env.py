@@ -1,4 +1,4 @@
-"""Gives Alembic the connection and the transaction of kvloom_common/database/migrate.py to run the steps with."""
+"""Gives Alembic the connection and the transaction of kvloom_common/database/opening.py to run the steps with."""
 
 from __future__ import annotations
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 
 from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, RESULT_CACHE_USE_MISS
 from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
-from router.core.admission.objectives_guard import ObjectivesGuard
 from router.core.admission.requests_awaiting_lease import RequestsAwaitingLease
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
-from router.core.dispatch.overload import OverloadGuard
-from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.dispatch.overload import OverloadGuard, retry_after_seconds
+from router.core.dispatch.refusals import check_names, check_servable, deadline_exceeded, safety_unavailable
 from router.core.events import Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import LiveRequest, StreamClient
-from router.core.objectives import LiveObjectives
+from router.core.objectives import Cause, LiveObjectives
 from router.core.placement.placer import Placer
 from router.core.priority_classes import MAX_PLACED_RANK
 from router.core.relay.lifecycle import Lifecycle, request_ended
@@ -237,3 +238,45 @@ class Arrivals:
         if self._hook is not None:
             self._hook.note_end_without_token(rejected, now)
         self._action_buffer.add(request_ended(rejected, now))
+
+
+class ObjectivesGuard:
+    """Pure, like all of the core. It is asked only about requests that have objectives."""
+
+    def __init__(self, placer: Placer, queue: DispatchQueue, overload: OverloadGuard) -> None:
+        self._placer = placer
+        self._queue = queue
+        self._overload = overload
+
+    def refusal(self, live: LiveRequest, objectives: LiveObjectives, now: float) -> KvloomError | None:
+        """The reason why the request would be late; None when it would not, or when that is not known. Notes the
+        prediction."""
+        if objectives.deadline <= now:
+            return deadline_exceeded(live)
+        due = min(objectives.ttft_due, objectives.deadline)
+        least = self._placer.least_ttft(
+            live, lambda candidate: self._queue.held_ahead_seconds(live, candidate, objectives.ttft_due), now
+        )
+        if least is None:
+            return None
+        seconds = least.seconds
+        if not least.has_room and self._queue.queues.num_waiting(live.request.model):
+            seconds += self._overload.wait_seconds(live.request, now) or 0.0
+        objectives.predicted_ttft_seconds = now + seconds - objectives.arrived_at
+        if now + seconds <= due or not objectives.is_refusable:
+            return None
+        name = "its deadline" if objectives.deadline <= objectives.ttft_due else "the time to first token it asks for"
+        if now + least.idle_seconds > due:
+            objectives.refused = Cause.SPEED
+            return KvloomError(
+                ErrorReason.ERROR_REASON_DEADLINE_IMPOSSIBLE,
+                f"Even an idle shard would need about {least.idle_seconds:.3g} seconds for the first token of this "
+                f"request, which is later than {name}.",
+            )
+        objectives.refused = Cause.LOAD
+        return KvloomError(
+            ErrorReason.ERROR_REASON_QUEUE_FULL,
+            f"The first token of this request would take about {seconds:.3g} seconds now, which is later than {name}; "
+            "try again later.",
+            retry_after_seconds=retry_after_seconds(live.request.request_id, seconds),
+        )

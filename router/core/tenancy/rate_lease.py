@@ -2,7 +2,7 @@
 
 The limit is a bucket in Redis that holds at most a minute's units and fills up evenly. A lease takes units out of it,
 may be used for a short time, and what is left goes back. Bucket and leases together never hold more than the limit
-(`router/tenancy/lease_script.py`), so that routers cannot admit more together than one of them could alone.
+(`router/tenancy/rate_leases.py`), so that routers cannot admit more together than one of them could alone.
 
 While Redis cannot be asked, a router has a bucket of its own: the limit divided by the number of routers.
 """

@@ -5,7 +5,5 @@ cache.py          what is looked up for an arriving request, and what is kept of
 request_key.py    what an answer depends on, as a key
 stored_answer.py  an answer as it is kept
 pieces.py         the text of its tokens, as a shard would send it
-memory.py         the answers of this router: bounded, and forgotten after a time
 shared.py         the answers that routers share through Redis
-metrics.py        its metrics
 """

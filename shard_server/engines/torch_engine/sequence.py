@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.eviction_order import KvOwner
-from shard_server.engines.queued_request import QueuedRequest
+from shard_server.engines.queue_order import QueuedRequest
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 

@@ -21,7 +21,7 @@ from kvloom_common.parsers import registry
 from kvloom_common.text import block_hash
 from router.core.expected_output import ExpectedOutput
 from safety_svc import folding
-from shard_server.engines import sim_embedding
+from shard_server.engines import sim_tokens
 from tests.conftest import REPOSITORY
 
 SERVICES: Final = (
@@ -69,7 +69,6 @@ NO_CACHES: Final = {
     "kvloom_common/config/router.py",  # settings
     "kvloom_common/limits/fair_threads.py",  # a queue
     "router/features/result_cache/cache.py",  # keeps nothing itself: see memory.py
-    "router/features/result_cache/metrics.py",
     "shard_server/engines/torch_engine/kv_cache.py",  # the KV's tensors: see block_pool.py
 }
 
@@ -116,7 +115,7 @@ def parameters_of(cached: functools._lru_cache_wrapper[object]) -> list[str]:
 
 @pytest.mark.parametrize(
     "cached",
-    [logprobs._around_logprob, folding.fold_character, sim_embedding._token_vector],
+    [logprobs._around_logprob, folding.fold_character, sim_tokens._token_vector],
     ids=lambda cached: cached.__name__,
 )
 def test_only_single_tokens_and_characters_are_common(cached: functools._lru_cache_wrapper[object]) -> None:

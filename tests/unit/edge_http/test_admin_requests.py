@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from edge_http.admin.requests import as_caller_knows, request_of
+from edge_http.admin.calls import as_caller_knows, request_of
 from edge_http.admin.routes import ADMIN_ROUTES, BY_PATH, template_of
 from kvloom.enums import ErrorReason
 from kvloom.errors import KvloomError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom_common.access.steady_clock import SteadyClock
+from kvloom_common.access.tenant_follower import SteadyClock
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.tenancy.table import EXPIRED_SECONDS
 from tests.fakes.fake_control import two_organisations

@@ -23,8 +23,7 @@ from kvloom.v1.control_service_pb2 import FollowResponse
 from kvloom_common.access.api_keys import write_api_keys
 from kvloom_common.access.tenant_file import TenantFile
 from kvloom_common.config import KvloomConfig, dump_config
-from kvloom_common.database.database import open_database
-from kvloom_common.database.url import with_driver
+from kvloom_common.database.database import open_database, with_driver
 from kvloom_common.delivery_log import MAX_BYTES, DeliveryLog, WitnessLine
 from kvloom_common.private_file import (
     make_own_folder,

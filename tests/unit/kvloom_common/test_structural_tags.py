@@ -10,7 +10,7 @@ from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError
 from kvloom.guide import MAX_SCHEMA_BYTES, MAX_TAGS, check_guide
 from kvloom.v1.generation_pb2 import Guide, StructuralTag, StructuralTags
-from kvloom_common.conversation.call_tags import strict_guide
+from kvloom_common.conversation.tool_plan import strict_guide
 from kvloom_common.parsers.events import ToolCallArguments, ToolCallStart
 from kvloom_common.parsers.output_parser import make_parser
 from kvloom_common.parsers.spec import ParserSpec

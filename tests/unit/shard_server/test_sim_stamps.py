@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shard_server.engines.sim_stamps import NUM_STAMPS, TICK_SECONDS, seconds_since, stamp_of, stamp_token_ids
+from shard_server.engines.sim_tokens import NUM_STAMPS, TICK_SECONDS, seconds_since, stamp_of, stamp_token_ids
 
 
 @pytest.mark.parametrize("age_seconds", [0.0, 0.0011, 0.2])

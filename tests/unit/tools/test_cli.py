@@ -11,6 +11,7 @@ import pytest
 
 from kvloom_common.config import KvloomConfig
 from lab.commands import main as lab_command
+from lab.free_ports import pick_free_ports
 from tests.conftest import REPOSITORY
 from tests.fakes.plugin_site import PluginSite
 from tools.cli.commands import main
@@ -20,7 +21,6 @@ from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
 from tools.supervisor.flag_model import flag_model
-from lab.free_ports import pick_free_ports
 from tools.supervisor.process_specs import plan_stages
 from tools.supervisor.shared_port import SharedPort
 

@@ -8,5 +8,4 @@ rollout.py       one rollout, from the load of the new version to the end of one
 state.py         how far a rollout is
 rollouts.py      those of a machine, which run in tasks of their own
 commands.py      begins, follows and takes back the rollouts of this machine
-versions.py      the two versions of the model, as a rollout loads and unloads them
 """

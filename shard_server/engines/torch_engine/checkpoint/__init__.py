@@ -4,7 +4,6 @@ weights.py          safetensors files, checked against config.json
 sentence_config.py  how the model's embeddings are meant to be made
 converted_model.py  the cache of converted GGUF files, and the built-in model
 gguf_conversion.py  converts a GGUF file into a model directory
-gguf_header.py      checks that it holds what its header claims
 gguf_config.py      its metadata as config.json
 gguf_tokenizer.py   its vocabulary as tokenizer.json
 gguf_weights.py     its tensors as bf16 safetensors

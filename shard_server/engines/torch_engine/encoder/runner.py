@@ -3,8 +3,9 @@ faster on this machine; where those cannot run, torch's operators, in float32 un
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -14,16 +15,16 @@ from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import DTYPES, ArithmeticChoice, compiled_threads
 from shard_server.engines.torch_engine.checkpoint.sentence_config import load_sentence_config
-from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_tensors
 from shard_server.engines.torch_engine.encoder.config import EncoderConfig, load_encoder_config
 from shard_server.engines.torch_engine.encoder.model import EncoderModel
-from shard_server.engines.torch_engine.encoder.weights import expected_shapes, load_encoder_weights
 from shard_server.engines.torch_engine.memory import available_memory_bytes
 from shard_server.engines.torch_engine.operators.linear import INVARIANT_ROWS, TorchLinears, common_row_granularity
 from shard_server.engines.torch_engine.weight_form import WeightForm
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
+
 
 _OVERHEAD_BYTES: Final = 128 * 2**20
 _PROBED_SIZES: Final = (19, 1, 40, 64)
@@ -166,3 +167,57 @@ def _with_operators(
 def _check_options(config: TorchConfig) -> None:
     if config.weights in ("packed", "int4"):
         raise EngineError(f"weights = {config.weights!r} is not supported for encoders: leave it at 'auto'")
+
+
+_FAMILY_PREFIXES: Final = ("bert.", "roberta.")
+_LEFT_OUT: Final = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
+"""Heads for other uses, and tables that follow from the configuration."""
+
+
+def load_encoder_weights(
+    model_dir: Path, config: EncoderConfig, on_progress: OnProgress = lambda _message: None
+) -> dict[str, torch.Tensor]:
+    """The tensors by their names without the family, mapped rather than read. Raises EngineError."""
+    check = functools.partial(_check_left_out, model_dir, config)
+    return load_tensors(model_dir, expected_shapes(config), check, on_progress, _without_family)
+
+
+def expected_shapes(config: EncoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """The shape of every tensor that is used, by its name without the family."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
+        "embeddings.position_embeddings.weight": (config.num_positions, hidden),
+        "embeddings.token_type_embeddings.weight": (config.num_token_types, hidden),
+        "embeddings.LayerNorm.weight": (hidden,),
+        "embeddings.LayerNorm.bias": (hidden,),
+    }
+    linears = {
+        "attention.self.query": (hidden, hidden),
+        "attention.self.key": (hidden, hidden),
+        "attention.self.value": (hidden, hidden),
+        "attention.output.dense": (hidden, hidden),
+        "intermediate.dense": (inner, hidden),
+        "output.dense": (hidden, inner),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"encoder.layer.{layer}"
+        for name, (rows, columns) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            shapes[f"{prefix}.{name}.bias"] = (rows,)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"{prefix}.{name}.weight"] = shapes[f"{prefix}.{name}.bias"] = (hidden,)
+    return shapes
+
+
+def _without_family(name: str) -> str:
+    for prefix in _FAMILY_PREFIXES:
+        name = name.removeprefix(prefix)
+    # The names of TensorFlow, in old files.
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _check_left_out(model_dir: Path, config: EncoderConfig, name: str) -> None:
+    """Raise EngineError for a tensor that the computation would ignore: it belongs to a different model."""
+    if not name.startswith(_LEFT_OUT):
+        raise EngineError(f"{model_dir}: unexpected tensor {name!r}: a {config.model_type} model has none of that name")

@@ -13,7 +13,6 @@ shared_weights.py     packed weights in files that all shards of a machine map
 paged_attention.py    attention, as Python sees it: which thread computes which rows
 thread_pool.py        runs programs on torch's threads
 program.py            the entry point of compiled code, which runs a program
-adapted_tasks.py      how LoRA adapters take part in a program
 adapter_rows.py       what an adapter adds to a row
 row_kernels.py        norms, rotation and look-ups, row by row
 products/             compiled matrix products

@@ -19,7 +19,7 @@ from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.checkpoint.converted_model import locked
 from shard_server.engines.torch_engine.kernels.adapter_rows import adapt_rows, make_gate_rows
-from shard_server.engines.torch_engine.kernels.attention.attend_tasks import make_attend_rows
+from shard_server.engines.torch_engine.kernels.attention.attend import make_attend_rows
 from shard_server.engines.torch_engine.kernels.attention.vectors import vector_multiplies
 from shard_server.engines.torch_engine.kernels.codegen.barrier import called, wait_for_all
 from shard_server.engines.torch_engine.kernels.codegen.compiled import integers_at, jit

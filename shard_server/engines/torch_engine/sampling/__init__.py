@@ -6,7 +6,6 @@ batched_draws.py      the random numbers, and drawing many rows at once on an ac
 guides.py             the interface of guided decoding
 llguidance_guides.py  guides as bitmasks over the vocabulary, with llguidance
 guide_schema.py       the schema that the compiler gets: simplified, bounded, what it cannot follow named
-structural_tags.py    the grammar of free text in which structures stand
 speculation.py        drafts by prompt lookup
 prediction.py         drafts from the answer that the client expects
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.router_link.choice import MAX_SILENT_SECONDS, SLACK_REQUESTS, RouterView, pick_router, salt_of
+from kvloom.router_link.members import MAX_SILENT_SECONDS, SLACK_REQUESTS, RouterView, pick_router, salt_of
 
 
 def view(name: str, num_in_flight: int = 0, is_ready: bool = True) -> RouterView:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvloom_common.config import CascadeConfig, ConfigError, RouteConfig, RouteRule
 from kvloom_common.json_schema.schema_check import conforms
-from kvloom_common.models.cascade import ANY_JSON, AnswerForm, CandidateChoice, objection
+from kvloom_common.models.cascade import ANY_JSON, AnswerForm, CandidateChoice, is_refusal, objection
 from kvloom_common.models.model_routes import MAX_CANDIDATES, ModelRoutes, RouteFacts
-from kvloom_common.models.refusals import is_refusal
 
 ALL = CascadeConfig(escalate_on=["schema", "logprob", "refusal"])
 FREE = AnswerForm()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvloom_common.config import GenerationDefaults, ModelConfig
-from kvloom_common.models.generation_config import with_generation_config
+from kvloom_common.models.model_card import with_generation_config
 
 
 def defaults(folder: Path, given: Any, **config: Any) -> GenerationDefaults:

@@ -7,7 +7,7 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.text.chat_message import ChatMessage
 from kvloom_common.text.chat_template import ChatTemplate
-from kvloom_common.text.continued_prompt import continued_prompt
+from kvloom_common.text.tokenizer import continued_prompt
 from tests.fakes.tiny_tokenizer import CHATML, model_tokenizer
 
 LLAMA = (

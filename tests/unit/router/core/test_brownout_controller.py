@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_common.config import BrownoutStepConfig
-from router.core.brownout.burn_rate import BurnRateWindows
-from router.core.brownout.controller import MAX_HOLD_FACTOR, MAX_MODELS, BrownoutController, StepChange
+from router.core.brownout.controller import MAX_HOLD_FACTOR, MAX_MODELS, BrownoutController, BurnRateWindows, StepChange
 from router.core.rule_settings import BrownoutSettings
 
 CONFIG = BrownoutSettings(steps=[BrownoutStepConfig(max_tokens=n) for n in (400, 300, 200, 100)])

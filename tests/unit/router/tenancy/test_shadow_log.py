@@ -5,7 +5,7 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from router.core.lease_messages import LimitCount
-from router.tenancy.shadow_log import LOG_SECONDS, ShadowLog
+from router.tenancy.lease_client import LOG_SECONDS, ShadowLog
 
 
 def test_each_account_and_limit_is_logged_once_a_minute_with_its_number_of_requests() -> None:

@@ -15,7 +15,7 @@ from kvloom_common.audit.log import AuditLog, AuditRecord
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
-from tools.audit.abuse import DAY_SECONDS, AbuseRow, abuse_rows
+from tools.audit.command import DAY_SECONDS, AbuseRow, abuse_rows
 from tools.cli.commands import main
 
 TEXT = "the launch code of eve"

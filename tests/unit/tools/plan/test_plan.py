@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tools.failures import CommandError
 from tools.plan.command import plan
-from tools.plan.demand import PlannedLoad, measured_demand, parse_targets
+from tools.plan.demand import PlannedLoad, measured_demand, parse_targets, write_trace
 from tools.plan.estimate import estimate, load_of_shard
 from tools.plan.search import MAX_SIMULATED, smallest_fleet
-from tools.plan.synthetic import write_trace
 from tools.simulate.bound import simulate_bound
 from tools.simulate.fleet.fleet import ModelFleet
 from tools.simulate.fleet.profile import PROFILES

@@ -4,5 +4,4 @@ attend.py          causal attention over KV blocks: the softmax, and what surrou
 vectors.py         its products in vector registers
 amx.py             its products on AMX tiles
 scratch.py         the memory that a thread works in
-attend_tasks.py    its task
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from router.features.result_cache.memory import ENTRY_BYTES, ResultMemory
+from router.features.result_cache.cache import ENTRY_BYTES, ResultMemory
 
 FAR = 1e9
 
