@@ -61,7 +61,7 @@ class Admission:
 
     def __init__(self, config: EdgeSettings, caller_limits: CallersConfig) -> None:
         self.caller_limits = caller_limits
-        self._max_running = config.max_concurrent_requests
+        self._config = config
         self.bodies = ByteBudget(
             PENDING_BODIES * config.max_body_bytes,
             "request bodies",
@@ -121,7 +121,7 @@ class Admission:
     def check_room(self) -> None:
         """A request whose body is still being received does not count until the body is complete. Raises KvloomError
         (QUEUE_FULL)."""
-        if self.num_running - self.bodies.num_leases >= self._max_running:
+        if self.num_running - self.bodies.num_leases >= self._config.max_concurrent_requests:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_QUEUE_FULL,
                 "This server is at its limit of concurrent requests.",

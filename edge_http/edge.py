@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from edge_http.admission import Admission, EdgeSettings
-from edge_http.answers.features import AnswerFeature, Receipts, ResultCacheUse
+from edge_http.answers.features import AnswerFeature, CacheUseHeaders, ReceiptDetails
 from edge_http.metrics import EdgeMetrics
 from edge_http.offered_models import OfferedModels
 from edge_http.orchestrator_link import OrchestratorLink
@@ -92,8 +92,8 @@ class Edge:
         self.write_coalescer = WriteCoalescer()
         self.keep_alive = KeepAlive(edge.stream_keep_alive_seconds, edge.stream_head_seconds)
         self.features: Sequence[AnswerFeature] = (
-            *((ResultCacheUse(),) if config.router.result_cache.enabled else ()),
-            *((Receipts(),) if config.router.receipts.enabled else ()),
+            *((CacheUseHeaders(),) if config.router.result_cache.enabled else ()),
+            *((ReceiptDetails(),) if config.router.receipts.enabled else ()),
         )
         """Those that are on."""
         classes = [one.name for one in config.router.classes]

@@ -32,14 +32,14 @@ class AnswerFeature:
         return {}
 
 
-class ResultCacheUse(AnswerFeature):
+class CacheUseHeaders(AnswerFeature):
     """Tells if the routers' result cache had the answer."""
 
     def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:  # noqa: ARG002
         return cache_use(answer.cache_uses)
 
 
-class Receipts(AnswerFeature):
+class ReceiptDetails(AnswerFeature):
     """Delivers the receipts that routers have signed."""
 
     def details(self, answer: EdgeAnswer, *, wanted: bool) -> Mapping[str, Any]:  # noqa: ARG002

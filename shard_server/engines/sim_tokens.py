@@ -1,4 +1,4 @@
-"""What the simulated engine computes: text, a pure function of (prompt, seed, position) and the model's
+"""Computes the answers of the simulated engine: text, a pure function of (prompt, seed, position) and the model's
 `shard.sim.answer_seed`, so that any token can be checked anywhere; stamps, embeddings and adapters."""
 
 from __future__ import annotations

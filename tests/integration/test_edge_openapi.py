@@ -14,7 +14,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from edge_http.admin.operations import ADMIN_OPERATIONS
-from edge_http.answers.features import ResultCacheUse
+from edge_http.answers.features import CacheUseHeaders
 from edge_http.openai import requests
 from edge_http.openai.response_objects import (
     ChatCompletion,
@@ -267,7 +267,7 @@ async def test_every_header_of_a_response_is_described(tmp_path: Path, outcome: 
     routes = ModelRoutes([RouteConfig(name="either", targets=["tiny"])])
     seen: set[str] = set()
     async with edge_world(callers=callers, routes=routes) as world:
-        world.link.script, world.edge.features = play, [ResultCacheUse()]
+        world.link.script, world.edge.features = play, [CacheUseHeaders()]
         assert callers.identities is not None
         usage = TenantUsage(callers.identities)
         world.edge.add_usage(usage)
