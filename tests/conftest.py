@@ -42,6 +42,9 @@ collect_ignore_glob = [] if HAS_TORCH else list(NEEDS_TORCH)
 GC_THRESHOLD = 10_000
 """With Python's own 700 the simulation spends a fifth of its time on looking for garbage, of which there is little."""
 
+LAST_FILE = pytest.StashKey[Path]()
+"""The file of the test that ran last."""
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Threads of several test processes wait for one another by spinning, on cores that the
     # others need. Engines set their own number all the same.
@@ -59,7 +62,7 @@ structlog.configure(
 # A busy machine is no reason to fail; pytest-timeout finds what hangs. The examples are the same in every run, so that
 # a change that breaks nothing passes: `--hypothesis-profile=random` and `make fuzz` look for others. Tests say how many
 # they need of hypothesis' own 100 (tests/examples.py): `make test` tries a part, `make test-long` ten times as many.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=400)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
@@ -78,6 +81,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 10)
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same holds for what each file of tests imports. In a process that has run many files, to look through all of
+    it takes two seconds. Garbage is collected first, so that a leak shows in the file behind it, not in any later."""
+    if item.path != item.session.stash.get(LAST_FILE, None):
+        item.session.stash[LAST_FILE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import orchestrator.metrics
 import router.metric_table
 import safety_svc.metrics
 import shard_server.metric_table
+import tools.gateway.metrics
 import tools.scaler.metrics
 from kvloom_common.metrics.table import CounterRecord, GaugeRecord, MetricRecord, MetricTable
 
@@ -26,6 +27,7 @@ MODULES: Final = (
     control.metric_table,
     orchestrator.metrics,
     tools.scaler.metrics,
+    tools.gateway.metrics,
 )
 TABLES: Final[Sequence[MetricTable]] = [module.TABLE for module in MODULES]
 

@@ -1,9 +1,11 @@
 """In which order, and in which process of pytest-xdist, tests run: what takes longest begins first, so that all
-processes end together; and fabrics, whose many processes take the cores from one another, run one after another as far
-as that goes, beside other tests."""
+processes end together; fabrics, whose many processes take the cores from one another, run one after another as far as
+that goes, beside other tests; and so do tests of compiled kernels, of which the first compiles what all others wait
+for."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter, defaultdict
 from typing import Any
@@ -13,6 +15,9 @@ from _pytest.nodeid import NodeId
 from xdist.scheduler import LoadGroupScheduling
 
 from tests.durations import recorded
+
+COMPILED = ("torch", "encoder", "transformers")
+"""Parts of the names of files and groups whose tests compile kernels."""
 
 
 class FilesAndGroups(LoadGroupScheduling):
@@ -38,12 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def begin_of_groups(items: list[pytest.Item]) -> dict[str, float]:
-    """After which share of the whole run a group begins. Groups with fabrics are one sequence, all others another."""
+    """After which share of the whole run a group begins. Groups with fabrics are one sequence, those with compiled
+    kernels another, all others a third."""
     seconds = seconds_by_group(items)
     with_fabrics = {group_of(item) for item in items if "/e2e/" in _file_of(item)}
+    with_kernels = {group for group in seconds if any(name in group for name in COMPILED)} - with_fabrics
     begins: dict[str, float] = {}
-    for groups in (with_fabrics, seconds.keys() - with_fabrics):
-        own_seconds = sum(seconds[group] for group in groups)
+    for groups in (with_fabrics, with_kernels, seconds.keys() - with_fabrics - with_kernels):
+        own_seconds = math.fsum(seconds[group] for group in groups)  # which is the same in every order
         before = 0.0
         for group in sorted(groups, key=lambda group: (-seconds[group], group)):
             begins[group] = before / own_seconds if own_seconds else 0.0

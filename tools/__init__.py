@@ -18,6 +18,7 @@ whatif/              `kvloom whatif`: a router's decisions under other limits, p
 simulate/            `kvloom simulate`: traces through the real router and modelled shards
 usage/               `kvloom usage`: what was used, and whether that is what was delivered
 scaler/              `kvloom scaler`: how many shards each model needs, for KEDA
+gateway/             `kvloom epp`: places the requests of an Envoy on engines of others
 bench/               `kvloom bench`: what this machine reaches
 stable_hash.py       a hash that is the same in every process
 interpreter.py       the Python that runs

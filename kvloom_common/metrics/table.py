@@ -81,7 +81,9 @@ class HistogramRecord(MetricRecord, frozen=True, kw_only=True):
 class MetricTable:
     """The records of the metrics of one kind of process."""
 
-    def __init__(self, role: Literal["edge", "router", "shard", "safety", "control", "orchestrator", "scaler"]) -> None:
+    def __init__(
+        self, role: Literal["edge", "router", "shard", "safety", "control", "orchestrator", "scaler", "epp"]
+    ) -> None:
         self.role = role
         self.records: dict[str, MetricRecord] = {}
 

@@ -38,6 +38,7 @@ _BROUGHT_BY: Final = {
     **dict.fromkeys(_SERVICES, "kvloom-fabric"),
     **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
     **dict.fromkeys(_SEARCH, "kvloom-fabric[search]"),
+    "zmq": "kvloom-fabric[gateway]",
     "matplotlib": "kvloom-fabric[simulate]",
     "opentelemetry": "kvloom-fabric[tracing]",
 }

@@ -2,6 +2,7 @@
 
 commands.py                 `kvloom-lab bench`: the commands by name
 data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
+epp.py                      `kvloom-lab bench epp`: the endpoint picker on llm-d's sizing workload
 encoder_peers/              ONNX Runtime, for `kvloom-lab bench encoder-peers`
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
 injections/                 `kvloom-lab bench injections`: an attempt at a classifier of prompt injections

@@ -14,6 +14,7 @@ from tools.cli.lazy_group import LazyGroup
         "brownout": "lab.bench.brownout:bench_brownout",
         "index": "lab.bench.prefix_index:bench_index",
         "injections": "lab.bench.injections.command:bench_injections",
+        "epp": "lab.bench.epp:bench_epp",
         "encoder-peers": "lab.bench.encoder_peers.command:bench_encoder_peers",
         "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",
         "kv-shares": "lab.bench.kv_shares:bench_kv_shares",

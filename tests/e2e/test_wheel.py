@@ -359,6 +359,7 @@ def test_every_module_of_the_sdk_is_reached_from_its_public_names(wheels: Wheels
     assert not [name for name in shipped - reached if not name.startswith("kvloom.v1.")]
 
 
+@pytest.mark.long  # tests/unit/tools/test_dependencies.py reads what they import
 def test_every_module_of_the_fabric_can_be_imported(wheels: Wheels, fabric_python: Path) -> None:
     """Nothing that is shipped needs what is not shipped, nor a package that nothing declares. The extras and
     TensorRT-LLM's image bring the others; llvmlite comes with numba, which is made for it."""
@@ -443,6 +444,7 @@ def test_the_main_commands_work_from_the_wheel(fabric: RunningFabric, key: str, 
     assert "kvloom.engines" in kvloom(fabric, "doctor", "plugins")
 
 
+@pytest.mark.long  # a matter of releases
 def test_what_belongs_to_the_repository_or_an_extra_is_named(
     fabric_python: Path, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def own_model_dir(request: pytest.FixtureRequest, model_dir: Path, tmp_path_fact
     return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", request.param)
 
 
-@pytest.fixture(params=["plain", "speculation", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.fixture(params=["speculation", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("plain", "int8"))])
 async def world(
     request: pytest.FixtureRequest,
     router_redis_url: str,

@@ -182,6 +182,7 @@ async def test_a_real_models_answers_are_computed_again_bit_for_bit(
 
 
 @pytest.mark.timeout(360)
+@pytest.mark.long
 async def test_an_adapters_answer_is_computed_again_with_the_adapter(
     torch_world: EmbeddingWorld, shallow_dir: Path, adapter_dir: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ async def test_embeddings_are_computed_again_bit_for_bit(
     assert await verified(tmp_path, [signed_again(found[0], signer, price=dearer)]) == (1, {"price"})
 
 
+@pytest.mark.long
 async def test_rankings_come_with_the_receipts_of_their_vectors(
     router_redis_url: str, tokenizer: ModelTokenizer, shallow_dir: Path, tmp_path: Path
 ) -> None:

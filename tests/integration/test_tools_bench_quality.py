@@ -23,12 +23,22 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "_ANSWER_TOKENS", 4)
 
 
+@pytest.fixture(scope="module")
+def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what does not depend on the number of layers."""
+    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", num_layers=3)
+
+
 @pytest.mark.parametrize(
-    ("max_seconds", "num_windows"), [(0.0, 1), pytest.param(math.inf, 2, marks=pytest.mark.long)], ids=["some", "all"]
+    ("model", "max_seconds", "num_windows"),
+    [("shallow_dir", 0.0, 1), pytest.param("model_dir", math.inf, 2, marks=pytest.mark.long)],
+    ids=["some", "all"],
 )
-def test_formats_are_close_to_float64_and_not_the_same(model_dir: Path, max_seconds: float, num_windows: int) -> None:
+def test_formats_are_close_to_float64_and_not_the_same(
+    request: pytest.FixtureRequest, model: str, max_seconds: float, num_windows: int
+) -> None:
     """A measurement that compared a model with itself would find no difference."""
-    measured = measure_quality(model_dir, 1, max_seconds)
+    measured = measure_quality(request.getfixturevalue(model), 1, max_seconds)
     assert measured["num_tokens"] == num_windows * 95
     rows = {row["format"]: row for row in measured["formats"]}
     assert set(rows) == {"bfloat16", "packed", "int8", "int4"}
@@ -43,12 +53,6 @@ def test_formats_are_close_to_float64_and_not_the_same(model_dir: Path, max_seco
         pairs = zip(row["greedy_tokens_agreeing"], measured["greedy_answer_tokens"], strict=True)
         assert all(agreeing <= length for agreeing, length in pairs)
     assert "int8      auto         perplexity" in quality_table(measured)
-
-
-@pytest.fixture(scope="module")
-def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what does not depend on the number of layers."""
-    return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", num_layers=3)
 
 
 def test_a_format_that_a_machine_cannot_compute_is_named(shallow_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,13 @@ class Bench:
         return self.scheduled(index, 0, len(self.prompts[index]))
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+SLOW = "torch bf16"
+"""CPUs without bf16 arithmetic take a quarter of a minute for one of its tests."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.long if kind == SLOW else ()) for kind in KINDS]
+)
 def bench(request: pytest.FixtureRequest, own_model_dir: Path, adapter_dirs: list[Path]) -> Bench:
     if request.param == "torch int8":
         skip_unless_exact()

@@ -28,7 +28,11 @@ def shallow_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return write_shallow_model(model_dir, tmp_path_factory.mktemp("shallow") / "model", NUM_LAYERS)
 
 
-RUNNERS = [*family_params(), "int8", pytest.param("int8 in float32", marks=pytest.mark.long), "torch's operators"]
+RUNNERS = [
+    *family_params(),
+    "int8",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("int8 in float32", "torch's operators")),
+]
 
 
 @pytest.fixture(scope="module", params=RUNNERS)

@@ -11,6 +11,7 @@ from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, T
 from kvloom.v1.kv_event_pb2 import KvEventBatch, KvSnapshot
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
 from shard_server.step_frames import MAX_MERGED_TOKENS, take_merged
+from tests.examples import num_examples
 
 
 @st.composite
@@ -62,7 +63,7 @@ def told(sent: list[ShardServiceConnectResponse]) -> tuple[object, ...]:
     return dict(tokens), dict(texts), dict(logprobs), starts, finishes, cache, load
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(st.lists(frames(), min_size=1, max_size=8))
 def test_merging_loses_and_reorders_nothing(waiting: list[ShardServiceConnectResponse]):
     """Tokens, text and logprobs of each slot, starts, ends, cache events and the last load; one entry a slot."""

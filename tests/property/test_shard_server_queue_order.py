@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_server.engines.queue_order import AGING, MAX_PATIENCE_SECONDS, admission_rank, count_cached_blocks
+from tests.examples import num_examples
 
 SPEED = 1000.0
 
@@ -35,7 +36,7 @@ def test_the_order_is_that_of_prefill_less_aging_times_waiting(queue: list[tuple
     assert all(a <= b + 1e-6 for a, b in itertools.pairwise(waited))
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(st.lists(st.tuples(st.floats(0.001, 0.5), tokens), min_size=1, max_size=60), tokens)
 def test_a_long_prompt_is_served_in_bounded_time_while_short_ones_keep_coming(
     others: list[tuple[float, int]], mine: int

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shard_server.engines.base import BlockRemoved, BlockStored
 from shard_server.engines.sim_blocks import SimBlockPool
+from tests.examples import num_examples
 
 NUM_BLOCKS = 8
 # A sequence's chain of hashes is a path in a small tree, so that prefixes are shared often.
@@ -18,7 +19,7 @@ def chain(path: list[int]) -> list[int]:
     return [hash(tuple(path[: i + 1])) & 0xFFFF_FFFF for i in range(len(path))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(moves)
 def test_blocks_add_up_and_events_replay_parents_first(script: list[tuple[str, list[int], int]]) -> None:
     """No block is lost or doubled; a cached block's parent is cached; events say exactly what is cached."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import BlockRemoved, BlockStored
 from shard_server.engines.torch_engine.block_pool import BlockKey, BlockPool, extend_block_keys
+from tests.examples import num_examples
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2
@@ -115,5 +116,5 @@ def keys_of(tokens: list[int], root: int) -> list[BlockKey]:
     return keys
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=num_examples(150), stateful_step_count=40, deadline=None)
 TestBlockPool = PoolMachine.TestCase

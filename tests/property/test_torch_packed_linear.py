@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shard_server.engines.torch_engine.grouped_weight import plain
 from shard_server.engines.torch_engine.operators.int8_linear import quantise_rows, split_digits
 from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, row_granularity
+from tests.examples import num_examples
 from tests.fakes.grouped_weights import GROUPED, random_grouped
 from tests.fakes.kernel_threads import (
     family_params,
@@ -61,7 +62,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, products: torch.Tensor) 
 
 
 @pytest.mark.parametrize("family", family_params())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
 def test_it_is_the_product_to_the_precision_of_bf16(
     family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, num_threads: int
@@ -122,7 +123,7 @@ def test_a_row_has_the_same_bits_wherever_it_is(
 
 
 @pytest.mark.parametrize("family", family_params())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
 def test_with_int8_weights_only_their_rounding_is_lost(
     family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
@@ -152,7 +153,7 @@ def test_with_int8_weights_only_their_rounding_is_lost(
 
 
 @pytest.mark.parametrize("family", family_params())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(st.sampled_from(GROUPED), depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
 def test_grouped_weights_are_multiplied_as_they_are(
     family: str, form: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int

@@ -44,6 +44,14 @@ def test_what_takes_longest_begins_first_and_fabrics_are_spread(monkeypatch: pyt
     assert found[2:] == [d.nodeid, b.nodeid, new.nodeid]
 
 
+def test_tests_of_compiled_kernels_begin_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first compiles, which takes minutes on a slow machine, other processes would only wait for it."""
+    kernels = {f"tests/integration/test_torch_{name}.py": 9.0 - number for number, name in enumerate("abc")}
+    monkeypatch.setattr(run_order, "recorded", lambda: SECONDS | kernels)
+    found = ordered(*(Test(f"{file}::test") for file in SECONDS | kernels))
+    assert sum("torch" in test for test in found[:3]) == 1
+
+
 def test_a_file_whose_tests_have_two_groups_counts_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record has only the whole file."""
     monkeypatch.setattr(run_order, "recorded", lambda: SECONDS)

@@ -28,6 +28,7 @@ from tools.cli.lazy_group import LazyGroup
             "restore": "tools.cli.backup:restore",
             "metrics": "tools.cli.metrics:metrics",
             "scaler": "tools.scaler.command:scaler",
+            "epp": "tools.gateway.command:epp",
             "secret": "tools.cli.secret:secret",
             "doctor": "tools.cli.commands:doctor",
         },

@@ -60,12 +60,14 @@ async def test_others_send_before_and_between_the_measured_requests(model_dir: P
     assert num_disturbed > 10
 
 
+@pytest.mark.long
 async def test_others_that_end_too_early_are_an_error(model_dir: Path) -> None:
     """Otherwise the figure would be that of a stream without background load."""
     with pytest.raises(CommandError, match=r"others: they were over \(or failed\) before"):
         await measure(Gateway(), model_dir, msgspec.structs.replace(OTHERS, num_requests=1))
 
 
+@pytest.mark.long
 async def test_other_clients_without_answers_are_an_error(model_dir: Path) -> None:
     """A gateway that rejects long prompts cannot be measured with them."""
     gateway = Gateway(status=503)

@@ -10,6 +10,7 @@ from router.core.rule_settings import BrownoutSettings
 LADDER = BrownoutSettings().steps
 
 
+@pytest.mark.long
 def test_the_ladder_is_climbed_step_by_step_and_saves_refusals() -> None:
     """Degraded answers instead of refusals are what the ladder is for: a minute of overload already shows it."""
     plan = BrownoutPlan(overload_seconds=60.0)

@@ -27,6 +27,7 @@ def test_goodput_holds_at_three_times_capacity(policy: str, seed: int) -> None:
     assert rows[-1]["given_up_late_share"] < 0.15  # refused requests fail at once
 
 
+@pytest.mark.long
 def test_without_shedding_there_is_little_left() -> None:
     """The model can tell the difference: without shedding the same load does collapse it."""
     plan = OverloadPlan(num_shards=1, seconds=60.0)
@@ -34,6 +35,7 @@ def test_without_shedding_there_is_little_left() -> None:
     assert row["good_share"] < 0.2
 
 
+@pytest.mark.long
 def test_a_fleet_with_room_refuses_hardly_anybody() -> None:
     """Early refusal is for overload: at half load it must not be noticeable."""
     plan = OverloadPlan(num_shards=1, seconds=80.0)

@@ -43,7 +43,7 @@ def test_core_survives_faults(begin: int) -> None:
         _check(seed)
 
 
-@pytest.mark.parametrize("seed", FOUND_SEEDS + EXTRA_SEEDS)
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.long) for seed in FOUND_SEEDS), *EXTRA_SEEDS])
 def test_core_survives_a_given_seed(seed: int) -> None:
     """A seed that failed elsewhere can be run here, and one that failed once does not fail again."""
     _check(seed)

@@ -20,6 +20,7 @@ PRIVATE = re.compile(
     r"\b(import|from)\b[^#\n]*\b_[^\W_]|^\s+_[^\W_]\w*( as \w+)?,$|(?<!\bself)(?<!\bcls)\._[^\W_]", re.MULTILINE
 )
 """Source without such may name nothing private of what it imports."""
+IMPORTED = re.compile(r"^ *(?:from (\w+)[\w.]* import \S|import (\w+)[\w.]*(?: as \w+)?$)", re.MULTILINE)
 IN_AN_IMAGE = {"tensorrt_llm", "tensorrt"}
 """No distribution declares these: versions.py of the adapter does."""
 
@@ -66,6 +67,21 @@ def private_names(source: str) -> Iterator[str]:
             owner = owner.value
         if isinstance(owner, ast.Name) and owner.id in imported:
             yield ".".join([imported[owner.id], *reversed(parts)])
+
+
+def test_what_the_fabric_imports_is_declared():
+    """A user's environment has what the distributions declare, and no more. Numba brings the llvmlite that it needs,
+    torch for CUDA its triton, aiohttp its yarl."""
+    distributions = importlib.metadata.packages_distributions()
+    requirements = declared().keys()
+    imported: set[str] = set()
+    for package in OWN:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            imported.update(*IMPORTED.findall(path.read_text()))
+    assert {"aiohttp", "grpc", "torch"} <= imported
+    known = {name: requirements & set(map(normal, found)) for name, found in distributions.items()}
+    foreign = imported - OWN - IN_AN_IMAGE - sys.stdlib_module_names - {"llvmlite", "triton", "yarl", ""}
+    assert not {name for name in foreign if not known.get(name, normal(name) in requirements)}
 
 
 def test_a_library_whose_private_names_are_used_has_an_upper_bound():

@@ -21,6 +21,7 @@ from shard_server.engines.torch_engine.operators.int8_linear import (
     split_digits,
 )
 from shard_server.engines.torch_engine.operators.linear import row_granularity
+from tests.examples import num_examples
 from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.tiny_llama import write_tiny_llama
 
@@ -29,7 +30,7 @@ def random_rows(num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     num_rows=st.integers(1, 9),
     num_columns=st.integers(1, 70),

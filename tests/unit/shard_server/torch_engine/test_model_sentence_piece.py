@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.gguf_tokenizer import build_tokenizer
+from tests.examples import num_examples
 
 CORPUS = "the cat sat on the mat and then the other cat ate the hat that the man had been eating in the sun " * 3
 
@@ -106,14 +107,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 texts = st.text(st.sampled_from("the cansiomud  é日😀\n"), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(text=texts)
 def test_text_is_cut_as_sentence_piece_cuts_it(tokenizer: Tokenizer, text: str):
     """Merges stand in no GGUF file: they follow from the scores, and a wrong order gives tokens the model never saw."""
     assert tokenizer.encode(text, add_special_tokens=False).tokens == reference(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(text=texts)
 def test_text_survives(tokenizer: Tokenizer, text: str):
     """What no piece covers is spelled in bytes, not lost as an unknown token."""

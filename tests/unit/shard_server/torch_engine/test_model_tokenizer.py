@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.examples import num_examples
+
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
@@ -58,7 +60,7 @@ def test_encodings_are_those_that_transformers_gives_for_the_same_file(tokenizer
 known_text = st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs", "Cc")), max_size=60)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(text=known_text)
 def test_every_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str):
     """Byte-level BPE covers Unicode: nothing may get lost or become an unknown token."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvloom_common.config import SpeculationConfig
 from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
+from tests.examples import num_examples
 from tests.step_bench import same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import make_request, various_requests
 from tests.unit.shard_server.torch_engine.test_speculation import Bench
@@ -96,7 +97,7 @@ tokens = st.lists(st.integers(0, 5), max_size=40)
 
 
 @given(tokens, tokens, st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 def test_drafts_are_pieces_of_the_prediction(predicted: list[int], output: list[int], limit: int) -> None:
     """Whatever the output, and however often drafts are taken; an answer that follows is drafted at once."""
     answer = PredictedAnswer(predicted, 8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import EngineRequest, SequenceFinishReason
 from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
+from tests.examples import num_examples
 from tests.fakes.fake_model_runner import FakeModelRunner
 from tests.step_bench import Answer, StepBench, same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import BLOCK_SIZE, make_request, various_requests
@@ -169,7 +170,7 @@ def reference_place(token_ids: list[int], max_ngram: int) -> int | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     pieces=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=6),
     max_ngram=st.integers(1, 4),
