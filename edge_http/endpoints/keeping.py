@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from edge_http.answers.cascade_candidate import CascadeCandidate
@@ -12,8 +12,8 @@ from edge_http.edge import Edge
 from edge_http.submission import OnSubmitted, RunAnswer, Submission
 from kvloom.errors import KvloomError
 
-Keep = Callable[[bytes], Awaitable[None]]
-"""Stores the JSON of a response. Raises KvloomError."""
+Keep = Callable[[bytes, Sequence[int]], Awaitable[None]]
+"""Stores the JSON of a response, and the tokens of its output. Raises KvloomError."""
 
 
 class KeptRun:
@@ -47,7 +47,7 @@ async def _kept(answer: StreamedAnswer, keep: Keep) -> None:
     """Raises the KvloomError because of which the answer could not be stored."""
     assert isinstance(answer, KeptAnswer)
     try:
-        await keep(answer.response_json())
+        await keep(answer.response_json(), answer.token_ids)
     except KvloomError as error:
         answer.release(error)
         raise
