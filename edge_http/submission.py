@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from edge_http.answers.answer import EdgeAnswer, PromptSink
+from edge_http.answers.carried_output import CarriedOutput, CarriedSink
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.openai.field_names import named_for_clients
@@ -42,6 +43,8 @@ class Submission(msgspec.Struct, frozen=True):
     timeout_seconds: float
     prompt_field: str
     """The field of the body that has the prompt."""
+    carried: CarriedOutput | None = None
+    """The beginning of the output, which is not generated."""
 
 
 OnSubmitted = Callable[[int, int], None]
@@ -83,6 +86,8 @@ async def run_submission(
                     if answer.ended.done():
                         break
                 sink = answer if len(submission.requests) == 1 else PromptSink(answer, number * submission.n)
+                if submission.carried is not None:
+                    sink = CarriedSink(answer, submission.carried)
                 handles.append(edge.link.submit(request, sink))
                 on_submitted(number, handles[-1])
         await answer.ended

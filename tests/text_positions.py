@@ -120,7 +120,7 @@ UNSHOWN: Final[Mapping[str, str]] = {
     r"user|safety_identifier|metadata\..*|client_metadata|prompt_cache_\w+|cache_salt": _OF_CALLER,
     r"request_id|session_key|fairness_id|resume_token|continuation_ticket": _OF_CALLER,
     r"priority_class|adapter_checksum": "must be known here",
-    r"previous_response_id|conversation(\.id)?|prompt\..*": "names what is screened in the prompt",
+    r"previous_response_id|at|conversation(\.id)?|prompt\..*": "names what is screened in the prompt",
     r"(.*\.)?(cache_control|signature|early_stopping|diagnostics|betas\[\]|output_schema)": "not used",
     r"messages\[\]\.content\[\]\.data|tools\[\]\.Namespace\.description": "not used",
     r"(.*\.)?allowed_callers\[\]": "not used",

@@ -12,6 +12,7 @@ streamed_answer.py    an answer that is streamed as server-sent events
 kept_answer.py        the same, stored before its last event is sent
 features.py           what features that are off by default add to answers
 answer_part.py        the part of a streamed answer that one of several models writes
+carried_output.py    an answer whose beginning another request has generated
 continuation_prompt.py       what the model that continues an answer gets of it
 recorded_answer.py    a streamed answer whose progress is recorded, so that another edge can continue it
 """

@@ -1,7 +1,8 @@
-"""A streamed answer that is stored before its last event is sent: whoever has that event can find the response."""
+"""Answers that are stored, with the tokens of their output, before their clients are told that they have ended."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,14 +22,37 @@ class _LastEvent(msgspec.Struct):
     response: msgspec.Raw
 
 
-class KeptAnswer(StreamedAnswer):
-    """Holds its last event back until `release`."""
+class KeptWhole(CollectedAnswer):
+    """One that is not streamed."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("token_ids",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.token_ids: array[int] = array("I")
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self.token_ids.extend(token_ids)
+        super().on_tokens(index, delta, token_ids, logprobs)
+
+
+class KeptAnswer(StreamedAnswer):
+    """A streamed one. It holds its last event back until `release`: whoever has that event can find the response."""
+
+    __slots__ = ("_held", "token_ids")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._held: Sequence[bytes] = ()
+        self.token_ids: array[int] = array("I")
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self.token_ids.extend(token_ids)
+        super().on_tokens(index, delta, token_ids, logprobs)
+
+    def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+        self.token_ids.extend(token_ids)
+        super().on_fast_path_tokens(index, token_ids, num_chars)
 
     def response_json(self) -> bytes:
         """The response as the event has it that was held back."""
@@ -86,8 +110,8 @@ class KeptChat(KeptAnswer):
 class KeptRun:
     """Brings a stream to its end, and stores it before its last event is sent (RunAnswer)."""
 
-    def __init__(self, run: RunAnswer, keep: Callable[[bytes], Awaitable[None]]) -> None:
-        """`keep` stores the JSON of the response. It raises KvloomError."""
+    def __init__(self, run: RunAnswer, keep: Callable[[bytes, Sequence[int]], Awaitable[None]]) -> None:
+        """`keep` stores the JSON of the response, and the tokens of its output. It raises KvloomError."""
         self._run = run
         self._keep = keep
 
@@ -98,7 +122,7 @@ class KeptRun:
         await self._run(edge, submission, answer, on_submitted)
         assert isinstance(answer, KeptAnswer)
         try:
-            await self._keep(answer.response_json())
+            await self._keep(answer.response_json(), answer.token_ids)
         except KvloomError as error:
             answer.release(error)
             raise

@@ -3,6 +3,7 @@
 answering.py   from a validated request to the end of its answer, for all APIs
 generation_job.py  a request that generates
 routed.py      which model takes a request that generates
+forking.py  responses that fork from a stored one behind a token
 continuing.py  lets the next model of a route continue a stream whose model is lost
 cascading.py   holds and judges the answer of a candidate
 model_choice.py  what routes need of a request, and what its client is told of the choice

@@ -12,7 +12,7 @@ from aiohttp import web
 from edge_http.admission import AdmissionPermit
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.features import begin_features
-from edge_http.answers.kept_answer import KeptRun
+from edge_http.answers.kept_answer import KeptRun, KeptWhole
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
@@ -189,7 +189,8 @@ async def _whole_body(
     parsed = parsed_outputs(job.shape, job.num_choices, edge.metrics.on_nonconforming_call)
     joined = joined_logprobs(job.model.tokenizer, job.num_choices, job.sampling, job.stop)
     limit = edge.config.max_answer_bytes
-    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
+    make = CollectedAnswer if job.keep is None else KeptWhole
+    collected = make(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
     begin_answer(name, job.model.name, collected)
     if edge.features:
         begin_features(edge.features, edge, request, job, collected)
@@ -197,8 +198,8 @@ async def _whole_body(
     pieces = collected.body(with_details=job.asked.wants_details)
     if job.rewrite is not None:
         pieces = [job.rewrite(b"".join(pieces))]
-    if job.keep is not None:
-        await job.keep(b"".join(pieces))
+    if job.keep is not None and isinstance(collected, KeptWhole):
+        await job.keep(b"".join(pieces), collected.token_ids)
     more = explanation(collected.first_start) if job.asked.wants_explanation else {}
     for feature in collected.features:
         more |= feature.headers(collected, has_ended=True)
@@ -274,15 +275,21 @@ def _stream_options(edge: Edge, job: GenerationJob) -> dict[str, Any]:
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
     """Make the submission of a job whose response has that id."""
     timeout_seconds = seconds_left(edge, job)
+    requests = link_requests(edge, request, job, job.prompts, name, timeout_seconds)
+    if job.carried is not None and (progress := job.carried.progress(job.model.tokenizer, job.stop)) is not None:
+        [only] = requests
+        only.partial_choices, only.is_new = [progress], True
+        only.submit.num_foreign_tokens = len(progress.token_ids)
     return Submission(
         operation=job.operation,
         model=job.model.name,
         num_prompt_tokens=sum(job.prompt_sizes),
         n=job.n,
-        requests=link_requests(edge, request, job, job.prompts, name, timeout_seconds),
+        requests=requests,
         guide_field=job.guide_field,
         timeout_seconds=timeout_seconds,
         prompt_field=prompt_field_of(job.shape),
+        carried=job.carried,
     )
 
 

@@ -80,7 +80,7 @@ async def begin_background(
         owner=owner_of(edge, request),
         response=response,
         input_items=map(bytes, given),
-        previous_response_id=body.previous_response_id or "",
+        previous_response_id=stored.previous_response_id,
         conversation_id=body.conversation_id,
     )
     priority_class = "batch" if body.has_time else request.headers.get(PRIORITY_CLASS, "")

@@ -141,7 +141,7 @@ async def _stored_chat_job(
     """Does what `_chat_job` does, for a completion that may be stored."""
     job = await _chat_job(edge, request, raw, body, model)
     if body.store and edge.orchestrator is not None:
-        job.keep = keeping_chat(edge.orchestrator, owner_of(edge, request), raw, body.metadata)
+        job.keep = keeping_chat(edge.orchestrator, owner_of(edge, request), raw, body.metadata, body.safety_identifier)
     return job
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from edge_http.answers.carried_output import CarriedOutput
 from edge_http.answers.shape import ResponseShape
 from edge_http.endpoints.moderating import WantedModeration
 from edge_http.endpoints.objectives import TimedJob
@@ -39,14 +40,16 @@ class GenerationJob(TimedJob):
     response_id: str = ""
     """That of an answer that is there already; ""."""
     service_tier: str = ""
-    keep: Callable[[bytes], Coroutine[Any, Any, None]] | None = None
-    """Stores the JSON of the response, before its client is told that it has ended. Raises KvloomError. None: it is not
-    stored."""
+    keep: Callable[[bytes, Sequence[int]], Coroutine[Any, Any, None]] | None = None
+    """Stores the JSON of the response and the tokens of its output, before its client is told that it has ended. Raises
+    KvloomError. None: it is not stored."""
     begin: Callable[[], Coroutine[Any, Any, web.StreamResponse]] | None = None
     """Has the response generated in the background, and answers with what there is of it. Raises KvloomError. None: it
     is generated here."""
     rewrite: Callable[[bytes], bytes] | None = None
     """Makes the body out of that of the response. None: it is that."""
+    carried: CarriedOutput | None = None
+    """The beginning of its output, which another request has generated. None: there is none."""
     moderation: WantedModeration | None = None
     originals: Mapping[str, str] = {}
     """Texts that are hidden from the model, by their placeholders."""

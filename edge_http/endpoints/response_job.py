@@ -19,6 +19,7 @@ from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.compaction import CompactionSeal, unfolded
+from edge_http.openai.responses.context_window import ANSWER_SHARE, fitting
 from edge_http.openai.responses.file_search import OPTION as FILE_SEARCH
 from edge_http.openai.responses.file_search import FileSearch, with_passages
 from edge_http.openai.responses.formatter import LEADING
@@ -89,13 +90,16 @@ async def response_job(
         earlier = [*stored.prompt.items, *earlier]
         instructions = stored.prompt.instructions if instructions is None else instructions
     messages, originals = conversation(context[1], instructions, earlier, context[2]), NOTHING_HIDDEN
+    scope = edge.callers.cache_scope_of(request)
+    if body.truncation == "auto" and (window := edge.models.window(model.name)):
+        room = window - (body.max_output_tokens or int(window * ANSWER_SHARE))
+        messages = await fitting(messages, plan.tools, model.tokenizer, room, scope)
     if search is not None:
         messages = with_passages(messages, search.passages)
     if edge.config.masks_prompts:
         named = session_key(request, body.prompt_cache_key)
         messages, originals = await masked(edge, request, messages, body.guardrails, named, sampling)
     for_template, window = template_options(body), edge.models.generation_window(model.name)
-    scope = edge.callers.cache_scope_of(request)
     prompt, rendered = await chat_prompt(
         messages, plan.tools, for_template, model.tokenizer, window, "input", scope=scope
     )

@@ -13,6 +13,7 @@ from edge_http.endpoints.answering import check_job_window, read_prompt_body
 from edge_http.endpoints.background import begin_background, run_of
 from edge_http.endpoints.compacting import managed_job
 from edge_http.endpoints.file_search import searched
+from edge_http.endpoints.forking import fork
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.ownership import owner_of
@@ -81,7 +82,10 @@ async def _stored_job(
     if body.background:
         job.begin = functools.partial(begin_background, edge, request, raw, body, stored, job, search)
     else:
-        job.keep = keeping(link, owner, body, stored)
+        if stored.generation and isinstance(body.at, int):
+            fork(job, stored.generation, body.at)
+        stored.has_more = search is not None
+        job.keep = keeping(link, owner, body, stored, job)
     return job
 
 

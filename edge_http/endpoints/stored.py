@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import check_job_window, generate
 from edge_http.endpoints.background import cancel_background, read_background
+from edge_http.endpoints.forking import generation_json, give_seed
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import cancel_response, resume_stream
@@ -31,16 +32,25 @@ from kvloom_common.limits.byte_budget import ByteBudget
 
 
 async def keep_response(
-    link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, stored: StoredInput, response: bytes
+    link: OrchestratorLink,
+    owner: Owner,
+    body: StoredResponsesBody,
+    stored: StoredInput,
+    job: GenerationJob,
+    response: bytes,
+    token_ids: Sequence[int],
 ) -> None:
     """Raises KvloomError."""
+    # The prompt, and so a fork, must follow from what is stored, and the output from the tokens.
+    can_fork = not (body.conversation_id or body.context_management or stored.has_more or job.originals)
     await link.keep_response(
         KeepResponseRequest(
             owner=owner,
             response=response,
             input_items=map(bytes, input_items(stored)),
-            previous_response_id=body.previous_response_id or "",
+            previous_response_id=stored.previous_response_id,
             conversation_id=body.conversation_id,
+            generation=generation_json(job, token_ids) if can_fork and job.moderation is None else b"",
         )
     )
 
@@ -78,11 +88,14 @@ def _kept_chat(edge: Edge, job: GenerationJob) -> Callable[..., StreamedAnswer]:
     return functools.partial(KeptChat, make_twin)
 
 
-def keeping_chat(link: OrchestratorLink, owner: Owner, raw: bytes, metadata: Mapping[str, Any] | None) -> Any:
-    """Returns a function that stores a chat completion with the messages of its body."""
+def keeping_chat(
+    link: OrchestratorLink, owner: Owner, raw: bytes, metadata: Mapping[str, Any] | None, user: str | None
+) -> Any:
+    """Returns a function that stores a chat completion with the messages of its body. `user`: whose it is."""
+    more = {"metadata": metadata or {}, **({} if user is None else {"safety_identifier": user})}
 
-    async def keep(response: bytes) -> None:
-        completion = {**msgspec.json.decode(response, type=dict[str, msgspec.Raw]), "metadata": metadata or {}}
+    async def keep(response: bytes, _: Sequence[int]) -> None:
+        completion = {**msgspec.json.decode(response, type=dict[str, msgspec.Raw]), **more}
         messages = msgspec.json.decode(raw, type=_Messages).messages
         await link.keep_response(
             KeepResponseRequest(owner=owner, response=msgspec.json.encode(completion), input_items=map(bytes, messages))
@@ -95,9 +108,14 @@ class _Messages(msgspec.Struct):
     messages: list[msgspec.Raw]
 
 
-def keeping(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, stored: StoredInput) -> Any:
+def keeping(
+    link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, stored: StoredInput, job: GenerationJob
+) -> Any:
     """Returns a function that stores the response; None: it is not to be stored."""
-    return functools.partial(keep_response, link, owner, body, stored) if body.is_stored else None
+    if not body.is_stored:
+        return None
+    give_seed(job)
+    return functools.partial(keep_response, link, owner, body, stored, job)
 
 
 async def get_response(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:

@@ -25,6 +25,12 @@ class StoredInput(msgspec.Struct):
     """The fields by which the response tells of them."""
     prompt: RenderedPrompt | None = None
     """The prompt that it names."""
+    previous_response_id: str = ""
+    """The response that it follows. Of a fork this may be an earlier one than its request names."""
+    has_more: bool = False
+    """The model got more than what is stored: passages of files."""
+    generation: bytes = b""
+    """The generation (forking.py) of the response that it forks from, if it does so behind a token."""
 
 
 async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
@@ -33,6 +39,7 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
     given: str | list[msgspec.Raw] = body.input or []
     earlier: list[msgspec.Raw] = []
     prompt: RenderedPrompt | None = None
+    previous, generation = body.previous_response_id or "", b""
     if references or body.previous_response_id or body.conversation_id or body.prompt is not None:
         wanted = ReadContextRequest(
             owner=owner,
@@ -42,15 +49,24 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
             prompt_id="" if body.prompt is None else body.prompt.id,
             prompt_version="" if body.prompt is None else body.prompt.version or "",
         )
+        if isinstance(body.at, str):
+            wanted.at_item = body.at
+        elif body.at is not None:
+            wanted.at_token = body.at
         context = await link.read_context(wanted)
         earlier = [msgspec.Raw(item) for item in context.items]
         if references and not isinstance(given, str):
             given = list(given)
             for place, item in zip(references, context.referred_items, strict=True):
                 given[place] = msgspec.Raw(item)
+        if body.at is not None:
+            previous, generation = context.forked_from, context.generation
+            given = [*map(msgspec.Raw, context.forked_items), *_as_items(given)]
         if body.prompt is not None:
             prompt = rendered(context.prompt, body.prompt)
-    return StoredInput(earlier, given, state_echo(body, prompt), prompt)
+    return StoredInput(
+        earlier, given, state_echo(body, prompt), prompt, previous_response_id=previous, generation=generation
+    )
 
 
 def state_echo(body: StoredResponsesBody, prompt: RenderedPrompt | None = None) -> Json:
@@ -70,5 +86,8 @@ def state_echo(body: StoredResponsesBody, prompt: RenderedPrompt | None = None) 
 
 def input_items(stored: StoredInput) -> Sequence[msgspec.Raw]:
     """The input as items."""
-    given = stored.input
+    return _as_items(stored.input)
+
+
+def _as_items(given: str | Sequence[msgspec.Raw]) -> Sequence[msgspec.Raw]:
     return [msgspec.Raw(msgspec.json.encode({"role": "user", "content": given}))] if isinstance(given, str) else given

@@ -7,6 +7,7 @@ own_routes.py  those that OpenAI's API does not have
 state_route.py  what all of them have in common
 files.py    uploads and downloads
 encoders.py  the encoder of a new vector store
+erased_tenant.py  whose objects an erasure concerns
 vector_routes.py  the routes of vector stores
 handler.py  checks a request, and asks the orchestrator
 """

@@ -227,3 +227,15 @@ class FeedbackBody(Body, kw_only=True):
     """A thumb. By default there is none, and only a text."""
     text: Annotated[str, Meta(max_length=4096)] | None = None
     """The words of the user. By default there are none."""
+
+
+class RetentionBody(Body, kw_only=True):
+    days: Annotated[int, Meta(ge=1, le=36_500)] | None
+    """The number of days after which contents are deleted; null: what the operator has set holds alone."""
+
+
+class ErasureBody(Body, kw_only=True):
+    safety_identifier: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """The user whose objects are erased. By default those of all users are."""
+    tenant: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """Another tenant that the key administers (ORGANISATION/PROJECT). By default it is the key's own."""

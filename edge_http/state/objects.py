@@ -283,3 +283,32 @@ class FeedbackList(msgspec.Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class RetentionObject(msgspec.Struct):
+    object: Literal["retention"]
+    days: int | None
+    max_days: int | None
+    """The operator's bound."""
+
+
+class ErasureObject(msgspec.Struct):
+    """An erasure, with the number of objects that it has deleted of each kind. It names its user by the SHA-256 of
+    `safety_identifier` alone."""
+
+    id: str
+    object: Literal["erasure"]
+    created_at: int
+    status: Literal["in_progress", "completed"]
+    completed_at: int | None
+    tenant: str
+    safety_identifier_sha256: str | None
+    counts: dict[str, int]
+
+
+class ErasureList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ErasureObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -6,7 +6,8 @@ from typing import Final
 
 from edge_http.openapi.route import Route
 from edge_http.state import bodies, objects
-from edge_http.state.handler import JSON_LINES, exporting
+from edge_http.state.erased_tenant import erased_tenant
+from edge_http.state.handler import JSON_LINES, exporting, operating
 from edge_http.state.state_route import PAGE
 from edge_http.state.state_route import state_route as route
 
@@ -19,6 +20,8 @@ _ONE: Final = f"{_CONVERSATIONS}/{{id}}"
 _TAG: Final = "Conversations"
 _RESPONSES: Final = f"{PREFIX}/responses"
 _FEEDBACK: Final = f"{_RESPONSES}/{{id}}/feedback"
+_RETENTION: Final = f"{PREFIX}/retention"
+_ERASURES: Final = f"{PREFIX}/erasures"
 
 
 def _export(path: str, name: str, tag: str, summary: str, parameters: tuple[str, ...] = ()) -> Route:
@@ -68,5 +71,25 @@ OWN_ROUTES: Final[tuple[Route, ...]] = (
     route(
         "POST", f"{_PROMPT}/versions", "createPromptVersion", "Prompts", "Give a prompt a further version",
         objects.PromptObject, body=bodies.PromptVersionBody, examples={"With a variable": _TEMPLATE},
+    ),
+    route(
+        "GET", _RETENTION, "getRetention", "Retention", "Get how long contents are kept", objects.RetentionObject,
+        scope="admin",
+    ),
+    route(
+        "POST", _RETENTION, "setRetention", "Retention", "Set how long contents are kept", objects.RetentionObject,
+        body=bodies.RetentionBody, examples={"A week": {"days": 7}}, scope="admin",
+    ),
+    route(
+        "POST", _ERASURES, "createErasure", "Retention", "Erase a user's objects, or all", objects.ErasureObject,
+        body=bodies.ErasureBody, examples={"A user": {"safety_identifier": "user-17"}}, scope="admin",
+        handler=operating("createErasure", _ERASURES, bodies.ErasureBody, erased_tenant),
+    ),
+    route(
+        "GET", _ERASURES, "listErasures", "Retention", "List erasures", objects.ErasureList, parameters=PAGE,
+        scope="admin",
+    ),
+    route(
+        "GET", f"{_ERASURES}/{{id}}", "getErasure", "Retention", "Get an erasure", objects.ErasureObject, scope="admin"
     ),
 )  # fmt: skip

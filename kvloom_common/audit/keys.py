@@ -1,5 +1,5 @@
-"""The keys with which excerpts are encrypted: one for each tenant and day, in a file of its own. Removing keys forgets
-what they have encrypted, so that the log itself never changes."""
+"""The keys with which excerpts are encrypted: one for each tenant, user (`safety_identifier`) and day, in a file of its
+own. Removing keys forgets what they have encrypted, so that the log itself never changes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvloom_common.private_file import make_private_folder, open_private_file, w
 _KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _NAME_CHARS: Final = 32
+_DAY_CHARS: Final = 10
 _SUFFIX: Final = ".key"
 
 
@@ -28,32 +29,37 @@ class AuditKeys:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def seal(self, text: str, tenant: str, day: datetime.date) -> str:
-        """Encrypt a text with the key of its tenant and day, which is made if there is none. Raises OSError."""
+    def seal(self, text: str, tenant: str, day: datetime.date, user: str = "") -> str:
+        """Encrypt a text with the key of its tenant, user and day, which is made if there is none. Raises OSError."""
         nonce = os.urandom(_NONCE_BYTES)
-        sealed = AESGCM(self._made_or_read(self._path(tenant, day))).encrypt(nonce, text.encode(), _about(tenant, day))
+        key = self._made_or_read(self._path(tenant, day, user))
+        sealed = AESGCM(key).encrypt(nonce, text.encode(), _about(tenant, day, user))
         return base64.b64encode(nonce + sealed).decode()
 
-    def open(self, sealed: str, tenant: str, day: datetime.date) -> str | None:
+    def open(self, sealed: str, tenant: str, day: datetime.date, user: str = "") -> str | None:
         """Return the text; None if its key is gone, or is not the one. Raises OSError."""
-        try:
-            key, raw = self._path(tenant, day).read_bytes(), base64.b64decode(sealed, validate=True)
-            opened = AESGCM(key).decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], _about(tenant, day))
-        except (FileNotFoundError, InvalidTag, ValueError):
-            return None
-        return opened.decode(errors="replace")
+        for owner in dict.fromkeys((user, "")):  # older versions had one key for all users of a tenant
+            try:
+                key, raw = self._path(tenant, day, owner).read_bytes(), base64.b64decode(sealed, validate=True)
+                opened = AESGCM(key).decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], _about(tenant, day, owner))
+            except (FileNotFoundError, InvalidTag, ValueError):
+                continue
+            return opened.decode(errors="replace")
+        return None
 
-    def erase(self, tenant: str) -> int:
-        """Destroy all keys of a tenant. Returns how many there were. Raises OSError."""
-        return sum(map(_removed, self._directory.glob(f"{_name(tenant)}-*{_SUFFIX}")))
+    def erase(self, tenant: str, user: str | None = None) -> int:
+        """Destroy all keys of a tenant, or of one of its users. Returns how many there were. Raises OSError."""
+        begin = _name(tenant) if user is None else f"{_name(tenant)}-{_name(user)}"
+        return sum(map(_removed, self._directory.glob(f"{begin}-*{_SUFFIX}")))
 
     def expire(self, before: datetime.date) -> int:
         """Destroy the keys of the days before this one. Returns how many there were. Raises OSError."""
-        old = [path for path in self._directory.glob(f"*-*{_SUFFIX}") if path.stem[_NAME_CHARS + 1 :] < str(before)]
+        old = [path for path in self._directory.glob(f"*-*{_SUFFIX}") if path.stem[-_DAY_CHARS:] < str(before)]
         return sum(map(_removed, old))
 
-    def _path(self, tenant: str, day: datetime.date) -> Path:
-        return self._directory / f"{_name(tenant)}-{day}{_SUFFIX}"
+    def _path(self, tenant: str, day: datetime.date, user: str) -> Path:
+        whose = f"{_name(tenant)}-{_name(user)}" if user else _name(tenant)
+        return self._directory / f"{whose}-{day}{_SUFFIX}"
 
     def _made_or_read(self, path: Path) -> bytes:
         with contextlib.suppress(FileNotFoundError):
@@ -72,9 +78,9 @@ def _removed(path: Path) -> int:
     return 1
 
 
-def _name(tenant: str) -> str:
-    return hashlib.sha256(tenant.encode("utf-8", "surrogateescape")).hexdigest()[:_NAME_CHARS]
+def _name(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:_NAME_CHARS]
 
 
-def _about(tenant: str, day: datetime.date) -> bytes:
-    return f"{tenant}\0{day}".encode("utf-8", "surrogateescape")
+def _about(tenant: str, day: datetime.date, user: str) -> bytes:
+    return "\0".join(filter(None, (tenant, user, str(day)))).encode("utf-8", "surrogateescape")

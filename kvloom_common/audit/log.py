@@ -100,7 +100,7 @@ class AuditLog:
         now = time.time()
         record = AuditRecord(self._number + 1, now, event, self._before, **fields)
         if excerpt:
-            sealed = self.keys.seal(excerpt, record.tenant, record.day)
+            sealed = self.keys.seal(excerpt, record.tenant, record.day, record.safety_identifier)
             record = msgspec.structs.replace(record, excerpt=sealed)
         line = msgspec.json.encode(record)
         self._file.write(line + b"\n")
@@ -109,6 +109,18 @@ class AuditLog:
             self._expired_on = record.day
             self.keys.expire(record.day - datetime.timedelta(days=self._retention_days))
         return self._before
+
+
+def erase_excerpts(directory: Path, name: str, tenant: str, user: str | None = None) -> int:
+    """Destroy the keys of a tenant's excerpts, or of those of one user (`safety_identifier`), and note it. Returns how
+    many there were. `name`: see AuditLog. Raises OSError."""
+    log = AuditLog(directory, name)
+    try:
+        count = log.keys.erase(tenant, user)
+        log.append("erased", tenant=tenant, reason="" if user is None else "one user")
+    finally:
+        log.close()
+    return count
 
 
 def read_log(directory: Path) -> Iterator[AuditLine]:

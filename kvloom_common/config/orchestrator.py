@@ -40,6 +40,9 @@ class OrchestratorConfig(Section):
     """How long responses and chat completions are kept that no conversation has."""
     deleted_days: Annotated[int, Meta(ge=1, le=36_500)] = 30
     """How long a deleted conversation can be restored (`DELETE /kvloom/v1/conversations/{id}`)."""
+    retention_days: Annotated[int, Meta(ge=0, le=36_500)] = 0
+    """How long contents are kept at most: responses, conversations, files and batches, counted from when they were
+    made. A tenant may want less (`POST /kvloom/v1/retention`). 0: tenants decide alone."""
     webhook_private_hosts: Annotated[list[str], Meta(max_length=64)] = []
     """"HOST" or "HOST:PORT": what webhooks may call although it has no public address, also by http. All others are
     called by https at public addresses."""

@@ -145,6 +145,17 @@ class Database:
             self._num_connected -= 1
             self._came_back.set()
 
+    async def forget_deleted(self) -> bool:
+        """On SQLite, empties the log of writes, so that no file has what was deleted any more. Returns False while a
+        reader still sees an earlier state. PostgreSQL keeps deleted rows until its own vacuum."""
+        if not self.is_sqlite:
+            return True
+        async with self._writer, self._connected() as connection:
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            async with driver.execute("PRAGMA wal_checkpoint(TRUNCATE)") as cursor:
+                is_busy, *_ = await cursor.fetchone()
+            return not is_busy
+
     async def uninterrupted(self, work: Coroutine[Any, Any, T], answer_seconds: float | None = None) -> T:
         """Await work with transactions, to its end even if the caller is cancelled meanwhile: the drivers do not
         survive a cancellation in the middle of a statement (aiosqlite's thread may never answer again). With
@@ -232,7 +243,7 @@ def _json(value: Any) -> str:
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     try:
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
             cursor.execute(f"PRAGMA {pragma}")
     except BaseException:
         connection.close()  # SQLAlchemy only forgets it, with its thread

@@ -9,6 +9,7 @@ injections/                 `kvloom-lab bench injections`: an attempt at a class
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
 autoscaling_laws.py         those laws
+context_windows.py          `kvloom-lab bench context-window`: cache hits of conversations beyond the window
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
 infinite_cache.py           the hits that a perfect cache would have

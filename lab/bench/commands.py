@@ -18,6 +18,7 @@ from tools.cli.lazy_group import LazyGroup
         "encoder-peers": "lab.bench.encoder_peers.command:bench_encoder_peers",
         "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",
         "kv-shares": "lab.bench.kv_shares:bench_kv_shares",
+        "context-window": "lab.bench.context_windows:bench_context_window",
         "conversations": "lab.bench.conversations_command:bench_conversations",
         "data-plane": "lab.bench.data_plane.command:bench_data_plane",
         "fairness": "lab.bench.fairness:bench_fairness",

@@ -13,6 +13,8 @@ vector_store_files.py  their files, one by one and in batches
 anthropic_files.py  the same in the shape of Anthropic's API
 uploads.py        files that arrive in parts
 prompts.py        prompts and their versions
+retention.py      after how many days contents are deleted
+erasures.py       erases all of a tenant or a user
 webhooks.py       webhook endpoints
 responses.py      stored responses: their context, keeping, finding and deleting them
 """

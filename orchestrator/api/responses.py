@@ -30,6 +30,7 @@ from orchestrator.store.pages import as_list, page_of
 from orchestrator.webhooks import outbox
 
 KIND: Final = "response"
+GENERATION: Final = "generation"
 _PREVIOUS: Final = "previous_response_id"
 
 
@@ -44,6 +45,9 @@ async def read_context(call: OperationCall, request: ReadContextRequest) -> Read
             parents = (request.conversation_id,)
         elif request.previous_response_id:
             parents = await _lineage(connection, call, request.previous_response_id, _PREVIOUS)
+        fork = ReadContextResponse()
+        if request.WhichOneof("fork"):
+            parents = await _fork(connection, call, request, parents, fork)
         found = [body for parent in parents for body in await items.of_parent(connection, call.tenant, parent)]
         if len(found) > call.settings.max_items:
             field = "conversation" if request.conversation_id else _PREVIOUS
@@ -58,7 +62,40 @@ async def read_context(call: OperationCall, request: ReadContextRequest) -> Read
             message = f"There is no item {item_id[:128]!r}."
             raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field="input")
     named = [referred[item_id] for item_id in request.item_ids]
-    return ReadContextResponse(items=found, referred_items=named, prompt=prompt)
+    fork.MergeFrom(ReadContextResponse(items=found, referred_items=named, prompt=prompt))
+    return fork
+
+
+async def _fork(
+    connection: AsyncConnection,
+    call: OperationCall,
+    request: ReadContextRequest,
+    parents: Sequence[str],
+    fork: ReadContextResponse,
+) -> Sequence[str]:
+    """The responses that a fork follows, of those that `previous_response_id` ends. `fork` gets what else there is to
+    tell of it. Raises KvloomError (NOT_FOUND, FAILED_PRECONDITION)."""
+    number, own = len(parents) - 1, list[bytes]()
+    if request.WhichOneof("fork") == "at_token":
+        one = await objects.find(connection, call.tenant, GENERATION, objects.generation_id(parents[-1]), call.now)
+        if one is None:
+            message = f"The response {parents[-1]!r} cannot be continued at a token, but at an item."
+            raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message, field="at")
+        fork.generation = objects.as_json(one.body)
+        own = await items.of_parent(connection, call.tenant, parents[-1], is_output=False)
+    else:
+        place = await items.place_of(connection, parents, request.at_item)
+        if place is None:
+            message = f"There is no item {request.at_item[:128]!r} in this response, or before it."
+            raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, message, field="at")
+        number, num_items = parents.index(place[0]), place[1] + 1
+        own = await items.of_parent(connection, call.tenant, place[0])
+        if num_items == len(own):
+            number, num_items = number + 1, 0
+        own = own[:num_items]
+    fork.forked_items.extend(own)
+    fork.forked_from = parents[number - 1] if number else ""
+    return parents[:number]
 
 
 async def keep(call: OperationCall, request: KeepResponseRequest) -> None:
@@ -81,6 +118,10 @@ async def keep(call: OperationCall, request: KeepResponseRequest) -> None:
         if not await objects.add(connection, call.tenant, KIND, one):
             return  # it is a repetition
         await items.append(connection, call.tenant, one.id, new, num_output=len(output))
+        if request.generation:
+            body = msgspec.json.decode(request.generation)
+            own = StoredObject(objects.generation_id(one.id), call.now, call.expires_at, one.id, "", body)
+            await objects.add(connection, call.tenant, GENERATION, own)
         if conversation is not None:
             await conversations.append(connection, call, conversation.id, new, num_output=len(output))
 

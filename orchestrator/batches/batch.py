@@ -50,7 +50,12 @@ class BatchWork:
         self._totals = {"input_tokens": 0, "output_tokens": 0}
 
     async def look(self, now: float) -> None:
-        body = (await progress.read(self._database, self._tenant, self._id)).body
+        try:
+            body = (await progress.read(self._database, self._tenant, self._id)).body
+        except KvloomError as error:
+            if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
+                raise
+            return  # it was erased, and the job with it
         is_expired = body["expires_at"] <= now and body["status"] == "in_progress"
         if (body["status"] == "cancelling" or is_expired) and not self._stopping.done():
             self._stopping.set_result("expired" if is_expired else "cancelling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from kvloom_common.config import OrchestratorConfig
@@ -14,6 +15,8 @@ from orchestrator.background.run import MAX_RUNS, ResponseRun
 from orchestrator.batches.batch import BatchWork
 from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import Edges
+from orchestrator.jobs.erasure import KIND as ERASURE
+from orchestrator.jobs.erasure import MAX_ERASURES, ErasureWork
 from orchestrator.jobs.runner import Clock, JobKind
 from orchestrator.search.embedding import FabricEncoder
 from orchestrator.search.indexing import MAX_INDEXED, FileIndexing
@@ -33,10 +36,11 @@ def job_kinds(
     logs: ResponseLogs,
     sealer: StateSealer,
     name: str,
+    audit_dir: str = "",
     clock: Clock = time.time,
 ) -> Mapping[str, JobKind]:
     """`name`: this process's. `logs` get the events of the background responses at which it works. `sealer`: of the
-    secrets of webhooks."""
+    secrets of webhooks. `audit_dir`: the audit log on this machine, if there is one."""
 
     def batch(job: Any) -> BatchWork:
         return BatchWork(database, contents, edges, job, settings.batch_concurrency, clock)
@@ -50,9 +54,20 @@ def job_kinds(
     def webhook(job: Any) -> WebhookDelivery:
         return WebhookDelivery(database, sealer, settings.webhook_private_hosts, name, job, clock)
 
+    def erasure(job: Any) -> ErasureWork:
+        return ErasureWork(database, contents.delete, excerpts, job, clock)
+
+    def excerpts(tenant: str, user: str | None) -> int:
+        if not (audit_dir and Path(audit_dir).is_dir()):
+            return 0
+        from kvloom_common.audit.log import erase_excerpts  # only here, since it needs cryptography
+
+        return erase_excerpts(Path(audit_dir), name, tenant, user)
+
     return {
         "batch": JobKind(batch, MAX_BATCHES),
         "response": JobKind(response, MAX_RUNS),
         vector_files.JOB_KIND: JobKind(store_file, MAX_INDEXED),
         JOB: JobKind(webhook, MAX_DELIVERIES),
+        ERASURE: JobKind(erasure, MAX_ERASURES),
     }

@@ -80,9 +80,9 @@ async def serve(
         use_seal(database, seal)
         store = FileContents(config.orchestrator, Path(config.data_dir))
         contents = TenantContents(store, seal)
-        owned = [tasks.create_task(keep_deleting(database, store), name="expiry")]
+        owned = [tasks.create_task(keep_deleting(database, store, config.orchestrator.retention_days), name="expiry")]
         edges, logs = Edges(config, name, trust), ResponseLogs()
-        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name)
+        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name, config.safety.audit_dir)
         runner = JobRunner(database, kinds, name)
         if trust.has_secret:  # without it, an edge does not know an orchestrator
             owned.append(tasks.create_task(edges.watch(), name="edges"))

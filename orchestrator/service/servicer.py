@@ -10,8 +10,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 import orchestrator.api.batches
+import orchestrator.api.erasures
 import orchestrator.api.feedback
 import orchestrator.api.history
+import orchestrator.api.retention
 import orchestrator.api.uploads
 import orchestrator.api.vector_stores
 import orchestrator.api.webhooks  # noqa: F401  (its operations are part of the table)
@@ -59,7 +61,7 @@ _SLOW: Final = ("completeUpload",)
 """Operations that write contents of files."""
 _SLOW_SECONDS: Final = 300.0
 _MAKE_WORK: Final = (
-    *("cancelResponse", "createBatch", "cancelBatch"),
+    *("cancelResponse", "createBatch", "cancelBatch", "createErasure"),
     *("createVectorStore", "createVectorStoreFile", "createVectorStoreFileBatch"),
 )
 

@@ -5,5 +5,6 @@ items.py    the items of conversations and responses
 vector_files.py   the files of vector stores
 vector_chunks.py  the chunks of these, with their vectors
 pages.py    which part of a list a query wants
-expiry.py   deletes what has expired
+expiry.py   deletes what has expired, or is too old
+retention.py  says what is too old
 """

@@ -83,6 +83,17 @@ async def find(connection: AsyncConnection, tenant: str, parent: str, item_id: s
     return None if body is None else msgspec.json.decode(seal_of(connection).opened(tenant, body))
 
 
+async def place_of(connection: AsyncConnection, parents: Sequence[str], item_id: str) -> tuple[str, int] | None:
+    """The last of the parents that has the item, and how many items it has before that one."""
+    wanted = sa.select(items.c.parent, items.c.position).where(items.c.parent.in_(parents), items.c.id == item_id)
+    places = {row.parent: row.position for row in await connection.execute(wanted)}
+    for parent in reversed(parents):
+        if parent in places:
+            before = sa.select(sa.func.count()).where(items.c.parent == parent, items.c.position < places[parent])
+            return parent, await connection.scalar(before) or 0
+    return None
+
+
 async def of_ids(connection: AsyncConnection, tenant: str, item_ids: Sequence[str], now: float) -> dict[str, bytes]:
     """The JSON of a tenant's items, by their ids, as far as there are any that are not deleted."""
     is_alive = sa.and_(

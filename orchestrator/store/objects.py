@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from orchestrator.database.schema import deliveries, items, jobs, objects, response_events, runs
+from orchestrator.database.schema import batch_lines, deliveries, items, jobs, objects, response_events, runs
 from orchestrator.seal import seal_of
 from orchestrator.store import vector_files
 from orchestrator.store.pages import Page, unknown_cursor
@@ -22,6 +22,7 @@ NAMES: Final[Mapping[str, str]] = {
     "conversation": "conversation",
     "deleted_conversation": "deleted conversation",
     "feedback": "feedback",
+    "generation": "generation",
     "chat_completion": "chat completion",
     "file": "file",
     "batch": "batch",
@@ -33,6 +34,8 @@ NAMES: Final[Mapping[str, str]] = {
     "upload": "upload",
     "upload_part": "upload part",
     "webhook_endpoint": "webhook endpoint",
+    "retention": "retention",
+    "erasure": "erasure",
 }
 """The kinds of objects, and what errors call them."""
 
@@ -57,6 +60,11 @@ def new_id(prefix: str) -> str:
 def feedback_id(response_id: str) -> str:
     """The id of the feedback on a response."""
     return f"feedback.{response_id}"
+
+
+def generation_id(response_id: str) -> str:
+    """The id of what is needed to continue the output of a response."""
+    return f"generation.{response_id}"
 
 
 def as_json(value: Any) -> bytes:
@@ -178,15 +186,16 @@ async def count(connection: AsyncConnection, tenant: str, kind: str, now: float,
 
 
 async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None:
-    """Deletes objects with their items, events, deliveries and feedback, vector stores with their chunks, and files
-    from vector stores. Who works at one of them notices."""
+    """Deletes objects with their items, events, lines, deliveries, feedback and generation, vector stores with their
+    chunks, and files from vector stores. Who works at one of them notices."""
     await vector_files.forget(connection, object_ids)
     waiting = sa.select(deliveries.c.id).where(deliveries.c.endpoint.in_(object_ids))
     await connection.execute(jobs.delete().where(jobs.c.id.in_(waiting)))
-    for column in (runs.c.response, response_events.c.response, deliveries.c.endpoint):
+    await connection.execute(jobs.delete().where(jobs.c.id.in_(object_ids), jobs.c.kind == "batch"))
+    for column in (runs.c.response, response_events.c.response, deliveries.c.endpoint, batch_lines.c.batch):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
     await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
-    told = [feedback_id(one) for one in object_ids]
+    told = [name(one) for one in object_ids for name in (feedback_id, generation_id)]
     await connection.execute(objects.delete().where(objects.c.id.in_([*object_ids, *told])))
 
 

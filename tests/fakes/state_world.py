@@ -36,13 +36,15 @@ from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from tests.fakes.edge_world import EdgeWorld, edge_world
-from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, two_organisations
+from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, key_of, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.migrated_database import migrated_database
 from tests.fakes.postgres_server import make_postgres_database
 from tests.fakes.tenants import callers_of
 
 SEALER = StateSealer(b"k" * 32)
+ADMIN_KEY = "kvl-search-admin"
+"""That of an administrator of the first tenant."""
 
 
 @dataclasses.dataclass
@@ -61,6 +63,7 @@ class StateWorld:
     logs: ResponseLogs
     """The events of the background responses at which the orchestrator works that clients ask."""
     seal: BodySeal = NO_SEAL
+    audit_dir: str = ""
     now: float = 1_800_000_000.0
 
     @contextlib.asynccontextmanager
@@ -69,7 +72,7 @@ class StateWorld:
         edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
         held = self.settings, self.database, TenantContents(self.contents, self.seal)
-        kinds = job_kinds(*held, edges, logs, SEALER, name, lambda: self.now)
+        kinds = job_kinds(*held, edges, logs, SEALER, name, self.audit_dir, lambda: self.now)
         runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
         async with following(edges):
             running = asyncio.create_task(runner.run())
@@ -100,7 +103,9 @@ async def state_world(
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
         use_seal(database, seal)
-        callers = callers_of(folder, two_organisations())
+        callers = callers_of(
+            folder, [*two_organisations(), key_of(ADMIN_KEY, "acme/search", scopes=("inference", "admin"))]
+        )
         edge = await stack.enter_async_context(
             edge_world(link=link, callers=callers, output=output, more_models=more_models)
         )

@@ -168,6 +168,27 @@ async def test_what_cannot_be_made_smaller_is_left_as_it_is(world: StateWorld) -
     assert {item.type for made in (first, then) for item in made.output} == {"message"}
 
 
+async def test_the_earliest_turns_are_left_out(world: StateWorld) -> None:
+    """With truncation auto a conversation that is too long is answered, and the next turn begins with the same
+    prompt. The system's words stay."""
+    items: Any = [{"role": "developer", "content": "Be brief."}]
+    items += [{"role": "user", "content": f"Question {number}: {LONG}"} for number in range(60)]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await world.client.responses.create(model="tiny", input=items)
+    assert caught.value.code == "context_length_exceeded"
+    first = await world.client.responses.create(model="tiny", input=items, truncation="auto", max_output_tokens=500)
+    prompt = world.prompt()
+    assert first.truncation == "auto"
+    assert "Be brief." in prompt
+    assert "Question 0:" not in prompt
+    assert "Question 59:" in prompt
+    await world.client.responses.create(
+        model="tiny", input="Thanks", previous_response_id=first.id, truncation="auto", max_output_tokens=500
+    )
+    beginning = prompt[: prompt.rindex(LONG)]
+    assert world.prompt().startswith(beginning)
+
+
 async def test_a_compaction_is_its_tenants(world: StateWorld) -> None:
     """Another tenant that has got hold of it learns nothing, and its model knows that something is missing."""
     made = await world.client.responses.compact(model="tiny", input="a secret")

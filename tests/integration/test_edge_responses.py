@@ -361,7 +361,6 @@ MESSAGE = {"role": "user", "content": "x"}
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "unsupported_parameter"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity", None),
         ({"stop": ["x"]}, "stop", "unsupported_parameter"),

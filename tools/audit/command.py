@@ -14,7 +14,16 @@ from typing import Any, Final, NamedTuple
 import click
 
 from kvloom_common.audit.keys import AuditKeys
-from kvloom_common.audit.log import KEYS, AuditLine, AuditLog, AuditRecord, BrokenChainError, heads, read_log
+from kvloom_common.audit.log import (
+    KEYS,
+    AuditLine,
+    AuditLog,
+    AuditRecord,
+    BrokenChainError,
+    erase_excerpts,
+    heads,
+    read_log,
+)
 from tools.failures import CommandError
 from tools.options import config_option, load_config_file, option
 
@@ -63,17 +72,14 @@ def export(config_file: Path | None, tenant: str, out: Path) -> None:
 @click.command()
 @config_option
 @option("--tenant", scope="audit", required=True, help="The tenant whose excerpts are erased.")
-def erase(config_file: Path | None, tenant: str) -> None:
+@option("--user", scope="audit", help="Only those of this user (safety_identifier).")
+def erase(config_file: Path | None, tenant: str, user: str | None) -> None:
     """Destroy the keys of a tenant's excerpts, which nobody can read any more. The chain still verifies."""
     directory = _directory(config_file)
-    log = _writable(directory)
     try:
-        count = log.keys.erase(tenant)
-        log.append("erased", tenant=tenant)
+        count = erase_excerpts(directory, "command", tenant, user)
     except OSError as error:
         raise CommandError(f"{directory}: {error.strerror}") from error
-    finally:
-        log.close()
     print(f"erased the excerpts of {tenant}: {count} keys")
 
 
@@ -140,7 +146,7 @@ def _shown(line: AuditLine, keys: AuditKeys) -> dict[str, Any]:
         if value := getattr(record, field):
             shown[field] = value
     if record.excerpt:
-        shown["excerpt"] = keys.open(record.excerpt, record.tenant, record.day) or "(erased)"
+        shown["excerpt"] = keys.open(record.excerpt, record.tenant, record.day, record.safety_identifier) or "(erased)"
     return shown
 
 

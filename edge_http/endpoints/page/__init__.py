@@ -3,6 +3,7 @@ other hosts.
 
 index.html   the page
 chat.js      its code
+conversations.js  stored conversations on it, where an orchestrator runs
 markdown.js  shows the Markdown of answers
 stream.js    one streamed answer
 chat.css     its style
@@ -35,6 +36,7 @@ PAGE_FILES: Final = {
     "/": ("index.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
+    "/conversations.js": ("conversations.js", "text/javascript"),
     "/markdown.js": ("markdown.js", "text/javascript"),
     "/stream.js": ("stream.js", "text/javascript"),
     "/marked.js": ("vendored/marked.js", "text/javascript"),
@@ -72,6 +74,10 @@ _SECURITY_HEADERS: Final = {
 Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
+_NEED_STATE: Final = ("conversations.js",)
+"""Files that are empty without an orchestrator."""
+
+
 def check_docs(edge: Edge) -> None:
     """Raises KvloomError (NOT_FOUND) if the API is not described here."""
     if not edge.config.api_docs:
@@ -88,6 +94,8 @@ def _file_handler(name: str, content_type: str, *, is_docs: bool = False) -> Han
             check_docs(edge)
         if etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
+        if name in _NEED_STATE and edge.orchestrator is None:
+            return web.Response(body=b"", content_type=content_type, charset="utf-8", headers=_SECURITY_HEADERS)
         return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)
 
     return handle

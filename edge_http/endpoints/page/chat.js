@@ -74,6 +74,7 @@ async function loadModels() {
     showModels(models);
     const ready = models.some((model) => model.num_ready_shards > 0);
     showNotice(ready ? "" : "No model is ready yet: waiting for a shard…");
+    globalThis.conversations?.start();
     if (ready) return;
   }
   setTimeout(loadModels, POLL_MS);
@@ -330,6 +331,7 @@ function startNewChat() {
   setRunning(null); // first, so that the aborted answer leaves the page alone
   abort?.abort();
   messages = [];
+  globalThis.conversations?.onNewChat();
   save();
   stopEditing();
   page.conversation.replaceChildren();
@@ -342,15 +344,19 @@ function save() {
   try {
     sessionStorage.setItem(STORE, JSON.stringify(messages));
   } catch { /* storage is off or full: the conversation lives on the page only */ }
+  globalThis.conversations?.onSaved();
 }
 
 function restore() {
+  let stored = [];
   try {
-    messages = JSON.parse(sessionStorage.getItem(STORE)) ?? [];
-  } catch {
-    messages = [];
-  }
-  const stored = messages;
+    stored = JSON.parse(sessionStorage.getItem(STORE)) ?? [];
+  } catch { /* storage is off */ }
+  showMessages(stored);
+  globalThis.conversations?.restore();
+}
+
+function showMessages(stored) {
   messages = [];
   for (const message of stored) {
     addTurn(message.role, message.content);

@@ -5,6 +5,7 @@ parameters.py       converts a body's parameters to the fabric's terms
 tools.py            the tools of a request, and the choice among them
 file_search.py      what the tool `file_search` has found, and how an answer cites it
 input_items.py      converts the input to the messages of a conversation
+context_window.py   the turns that a model gets of a conversation that is too long
 compaction.py       what stands for the compacted part of a conversation
 templates.py        the stored prompts that responses name
 output_items.py     the output of a model as items: messages, reasoning and function calls

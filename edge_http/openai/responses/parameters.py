@@ -103,7 +103,7 @@ def echo_of(
         "tools": [_tool(tool) for tool in given.all_tools],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _effective(body.top_p, defaults, "top_p", DEFAULT_TOP_P),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
         **(state or {}),
     }

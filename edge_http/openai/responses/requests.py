@@ -107,6 +107,7 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     truncation: Literal["disabled", "auto"] | None = None
+    """"auto": the earliest turns are left out when the conversation does not fit the model's window."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
@@ -171,6 +172,9 @@ class StoredResponsesBody(ResponsesBody, kw_only=True):
     """A stored template: its messages come before all others. It needs an orchestrator, like the next three."""
     previous_response_id: str | None = None
     """The response that this one follows."""
+    at: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | str | None = None
+    """An extension: the response forks from the previous one, behind this item of it or of those before it, or behind
+    so many tokens of its output, which are then continued. By default it follows behind all of it."""
     conversation: str | ConversationName | None = None
     """The conversation that it belongs to: its items come before the input, and it gets the input and the output."""
     background: bool | None = None
@@ -243,6 +247,8 @@ def decode_stored(
     if (body.conversation_id or body.background) and not body.is_stored:
         what = "background" if body.background else "a conversation"
         raise invalid_argument(f"A response of {what} is stored: store cannot be false.", "store")
+    if body.at is not None:
+        _check_fork(body)
     if body.background_options is not None and not body.background:
         raise invalid_argument("background_options goes only with background: true.", "background_options")
     if body.has_time and body.stream:
@@ -250,6 +256,19 @@ def decode_stored(
     if body.background and body.context_management and body.prompt is not None:
         raise Refused(why=" with background: true and a prompt").error("context_management")
     return _checked(body, max_items)
+
+
+def _check_fork(body: StoredResponsesBody) -> None:
+    if body.previous_response_id is None:
+        raise invalid_argument("at goes only with previous_response_id.", "at")
+    if isinstance(body.at, str):
+        return
+    if body.input:
+        raise invalid_argument("With at as a number of tokens, the input is that of the previous response.", "input")
+    if body.background or body.context_management or body.wants_logprobs:
+        raise invalid_argument(
+            "at as a number of tokens does not go with background, context_management or log-probabilities.", "at"
+        )
 
 
 def decode_compact(
@@ -272,7 +291,7 @@ def decode_compact(
 
 
 def _checked(body: _B, max_items: int) -> _B:
-    if not body.input and getattr(body, "prompt", None) is None:
+    if not body.input and getattr(body, "prompt", None) is None and getattr(body, "at", None) is None:
         raise invalid_argument("input must not be empty.", "input")
     if not isinstance(body.input, str) and len(body.input) > max_items:
         raise invalid_argument(f"input has {len(body.input)} items; at most {max_items}.", "input")
@@ -291,8 +310,6 @@ def _check_options(body: ResponsesBody) -> None:
             raise invalid_argument("stream_options goes only with stream: true.", "stream_options")
         if body.stream_options.include_obfuscation:
             raise _not_supported("stream_options.include_obfuscation")
-    if body.truncation == "auto":
-        raise unsupported_error("truncation: 'auto' is not supported. Leave items out of input instead.", "truncation")
     if body.max_tool_calls is not None and body.max_tool_calls < 1:
         raise invalid_argument("max_tool_calls must be at least 1.", "max_tool_calls")
     reasoning = body.reasoning

@@ -42,7 +42,8 @@ def written(directory: Path, tenants: tuple[str, ...] = ("acme", "rival", "acme"
 
 def excerpts(directory: Path, log: AuditLog) -> list[str | None]:
     records = [line.record for line in read_log(directory)]
-    return [log.keys.open(record.excerpt, record.tenant, record.day) for record in records if record.excerpt]
+    found = [record for record in records if record.excerpt]
+    return [log.keys.open(one.excerpt, one.tenant, one.day, one.safety_identifier) for one in found]
 
 
 def test_excerpts_are_read_by_their_keys_only(tmp_path: Path) -> None:
@@ -65,6 +66,19 @@ def test_erasure_takes_one_tenants_excerpts_and_the_chain_still_verifies(tmp_pat
     assert heads(list(read_log(tmp_path))) == before
     log.append("blocked", "new", tenant="acme")
     assert excerpts(tmp_path, log) == [None, f"{SECRET} 1", None, "new"]
+
+
+def test_erasure_takes_one_users_excerpts(tmp_path: Path) -> None:
+    """Each user has keys of its own; those without a name share one. What older versions have sealed is still read."""
+    log = opened(tmp_path)
+    for user in ("", "ann", "ben"):
+        log.append("blocked", f"{SECRET} {user}", tenant="acme", safety_identifier=user)
+    day = next(read_log(tmp_path)).record.day
+    assert log.keys.open(log.keys.seal("old", "acme", day), "acme", day, "ann") == "old"
+    assert log.keys.erase("acme", "ann") == 1
+    assert excerpts(tmp_path, log) == [f"{SECRET} ", None, f"{SECRET} ben"]
+    assert log.keys.erase("acme") == 2
+    assert excerpts(tmp_path, log) == [None, None, None]
 
 
 def test_retention_destroys_old_keys(tmp_path: Path) -> None:
