@@ -69,6 +69,7 @@ async def of_real_shards(
         served = ServedModel(MODEL, tokenizer, 1_700_000_000, "fp_test", None)
         link: Any = fabric.link
         async with state_world(f"sqlite:///{folder}/state.db", folder, more_models=[served], link=link) as started:
+            started.client = started.client.with_options(timeout=120.0)
             yield started
 
 
@@ -120,7 +121,7 @@ async def test_200_forks_of_a_real_model(
 ) -> None:
     """200 of 200; and a fork behind 4,000 tokens needs no prefill, since the shard has the blocks."""
     config = ShardConfig(
-        num_blocks=2048, max_batch=16, max_prefill_tokens_per_step=512, torch=TorchConfig(num_threads=2)
+        num_blocks=1024, max_batch=10, max_prefill_tokens_per_step=128, torch=TorchConfig(num_threads=1)
     )
     shallow = write_shallow_model(model_dir, tmp_path / "model", 2)
     engine = TorchEngine(shallow, MODEL, config, load_runner=load_runner)
