@@ -45,17 +45,9 @@ WORDS: Final = [
     "our",
     "out",
     "day",
-    "get",
-    "him",
     "how",
-    "man",
-    "new",
     "now",
-    "old",
     "see",
-    "two",
-    "way",
-    "who",
 ]
 """Each is a token and four bytes, with its space."""
 

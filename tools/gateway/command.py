@@ -23,7 +23,7 @@ from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from tools.failures import CommandError
 from tools.gateway.picker_service import SERVICE_NAME, Gateway
-from tools.gateway.pool import Pool, PoolEndpoint, read_pool
+from tools.gateway.pool import Pool, pool_of, read_pool
 from tools.gateway.prompts import PromptReader
 from tools.options import config_option, load_config_file, option
 
@@ -84,11 +84,7 @@ def epp(
             "accept with --insecure that prompts can be read on their way"
         )
     try:
-        pool = (
-            Pool(endpoints=[PoolEndpoint(address=one) for one in addresses])
-            if pool_file is None
-            else read_pool(pool_file)
-        )
+        pool = pool_of(addresses) if pool_file is None else read_pool(pool_file)
         tokenizer = None if tokenizer_dir is None else ModelTokenizer.load(tokenizer_dir)
     except (ConfigError, ValueError) as error:
         raise CommandError(str(error)) from error

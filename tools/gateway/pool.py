@@ -52,6 +52,14 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """It is saturated, too, when sequences hold this share of its KV blocks."""
 
 
+def pool_of(addresses: Sequence[str]) -> Pool:
+    """A pool of engines at these addresses. Raises ConfigError."""
+    try:
+        return msgspec.convert({"endpoints": [{"address": address} for address in addresses]}, Pool)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
 def read_pool(path: Path) -> Pool:
     """Raises ConfigError."""
     try:
