@@ -35,6 +35,7 @@ overview/             what operators see of a router: shards, requests, samples
 features/             what is off by default: shadow traffic, result cache, receipts, rollouts
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
+incidents/            what the core was given, so that it can be given to another one; off by default
 usage_records.py      usage records, kept so that tokens lost on the way can be credited
 metrics.py            Prometheus metrics and one log line per request
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import secrets
+from pathlib import Path
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
@@ -15,6 +16,7 @@ from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
 from router.core.tenancy.limiter import Limiter
 from router.core_settings import core_config
+from router.incidents.recorded_core import RecordedCore, new_recorder
 from router.server import RouterServer
 from router.tenancy.lease_client import epoch_clock
 
@@ -55,16 +57,23 @@ async def open_router(
         raise service.StartError("redis.url is not set: the router finds its shards in Redis")
     host = config.router.host
     shares_port = listen_options.shares_port
-    server = RouterServer(config, _new_core(config), catalogue, name, shares_port=shares_port, trust=trust)
+    server = RouterServer(config, new_core(config, name), catalogue, name, shares_port=shares_port, trust=trust)
     address = await server.start(host, listen_options.port, listen_options.own_port)
     shares_metrics_port = listen_options.shares_metrics_port
     metrics = open_metrics(config, trust, "router", name, listen_options.metrics_port, shares_port=shares_metrics_port)
     return server, address, metrics
 
 
-def _new_core(config: KvloomConfig) -> RouterCore:
+def new_core(config: KvloomConfig, name: str) -> RouterCore:
+    """The core of the router of that name. Raises StartError."""
     try:
         limiter = Limiter(TenantTable, epoch_clock()) if config.control.enabled else None
-        return RouterCore(core_config(config), seed=secrets.randbits(64), limiter=limiter)
+        settings, seed = core_config(config), secrets.randbits(64)
+        if config.router.records_incidents:
+            if limiter is not None:
+                raise service.StartError("router.records_incidents is for fabrics without tenants (control.enabled)")
+            recorder = new_recorder(Path(config.data_dir), name, settings.policy)
+            return RecordedCore(settings, seed, recorder)
+        return RouterCore(settings, seed=seed, limiter=limiter)
     except ValueError as error:  # e.g. a placement policy that does not exist
         raise service.StartError(f"router: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +22,7 @@ from router.core.events import OWN_CLIENT_IDS
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
 from router.decisions.log import DecisionLog
+from router.incidents.recorded_core import RecordedCore
 from router.metering.metering import Metering
 from router.metering.suspensions import Suspensions
 from router.metrics import RouterMetrics
@@ -31,8 +33,8 @@ from router.usage_records import UsageRecords
 class RouterRecords:
     metrics: RouterMetrics
     decisions: DecisionLog
-    decision_writer: DecisionWriter | None
-    """None when the decision log has no file."""
+    writers: Sequence[DecisionWriter] = ()
+    """Those of the files of the decision log and of the incident log, if there are any."""
     usage_records: UsageRecords = dataclasses.field(default_factory=UsageRecords)
     suspensions: Suspensions = dataclasses.field(default_factory=Suspensions)
     metering: Metering | None = None
@@ -53,17 +55,18 @@ def new_records(
     """`identities`: None without tenants."""
     metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, registry)
     log, on_dropped = config.router.decision_log, metrics.decisions_dropped
-    writer: DecisionWriter | None = None
+    writers = [core.recorder.writer] if isinstance(core, RecordedCore) else []
     journal: DecisionJournal | None = None
     if log.path:
         writer = DecisionWriter(RotatingFile(Path(log.path)), on_dropped)
+        writers.append(writer)
         policy = config.router.placement.policy
         journal = DecisionJournal(
             writer, on_dropped, lambda: core.shards, policy=policy, router_id=router_id, names_tenants=log.named
         )
     decisions = DecisionLog(log.max_remembered, journal, remembers_unplaced=core.is_explained)
     if identities is None:
-        return RouterRecords(metrics, decisions, writer)
+        return RouterRecords(metrics, decisions, writers)
     table.TENANT_TABLE.observe(identities.tenants, registry)
     metering = Metering(
         config,
@@ -77,7 +80,7 @@ def new_records(
     witness: DeliveryLog | None = None
     if config.control.witness:
         witness = DeliveryLog(Path(config.data_dir) / WITNESS_FOLDER / f"{router_id}.jsonl")
-    return RouterRecords(metrics, decisions, writer, metering=metering, witness=witness)
+    return RouterRecords(metrics, decisions, writers, metering=metering, witness=witness)
 
 
 def _progress(core: RouterCore, min_age_seconds: float) -> list[RequestEnded]:

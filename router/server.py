@@ -97,8 +97,8 @@ class RouterServer:
         """Binds the ports; clients that connect wait until `serve` opens them. Returns the address, which is that of
         `own_port` if one is given. Raises StartError when a port is taken or the decision log's file cannot be
         written."""
-        if self._records.decision_writer is not None:
-            self._records.decision_writer.open()
+        for writer in self._records.writers:
+            writer.open()
         if self._records.metering is not None:
             await self._records.metering.start()
         add_port = NO_SECRET.add_port if self._parts.tls is None else self._parts.tls.add_port
@@ -145,8 +145,8 @@ class RouterServer:
                     owned.append(tasks.create_task(self._records.suspensions.watch(), name="suspensions"))
                 if self._parts.leases is not None:
                     owned.append(tasks.create_task(self._parts.leases.run(), name="leases of limits"))
-                if self._records.decision_writer is not None:
-                    tasks.create_task(self._records.decision_writer.run(), name="decision writer")
+                for writer in self._records.writers:
+                    tasks.create_task(writer.run(), name="decision writer")
                 await service.wait_to_open(self._find_peers(), stop)
                 announcer = await self._open()
                 on_open()
@@ -157,8 +157,8 @@ class RouterServer:
                 await self._drain()
                 await self._close_streams()
                 await _cancel_all(owned)
-                if self._records.decision_writer is not None:
-                    self._records.decision_writer.close()  # Its task ends once the remaining lines are written.
+                for writer in self._records.writers:
+                    writer.close()  # Its task ends once the remaining lines are written.
         finally:
             await self._close_streams()
             await self._answers.close()

@@ -27,8 +27,8 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 415,
     "tests/fuzz": 14,
-    "tests/integration": 499,
-    "tests/lab": 86,
+    "tests/integration": 500,
+    "tests/lab": 87,
     "tests/property": 61,
     "tests/unit": 137,
 }

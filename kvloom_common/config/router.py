@@ -180,6 +180,10 @@ class RouterConfig(Section):
     disaggregation: DisaggregationConfig = msgspec.field(default_factory=DisaggregationConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
+    records_incidents: bool = False
+    """True makes each router keep what it was given and what it decided, without prompts and answers, in at most
+    128 MiB in `data_dir`/incidents, for `kvloom incident capture` (docs/operate/incidents.md). For fabrics without
+    tenants."""
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     brownout: BrownoutConfig = msgspec.field(default_factory=BrownoutConfig)
     fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)

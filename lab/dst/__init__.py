@@ -26,4 +26,5 @@ checker.py      the interface of a checker
 checkers/       the checkers, one for each invariant
 views.py        what checkers and nodes may see of one another
 trace.py        the history as text
+replay.py       the events of a live router, decided again
 """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
+from pathlib import Path
+from typing import Final
 
 import click
 from rich.console import Console
@@ -13,9 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lab.dst.campaign import Summary, run_campaign
 from lab.dst.environment import MAX_TRACE
+from lab.dst.replay import read_bundle, replay
 from lab.dst.run_seed import Failure, SeedResult, run_seed
 from lab.dst.trace import join_lines
+from router.core.placement import POLICIES
 from tools.options import option
+
+_MAX_EVENT: Final = 500
+"""Characters of an event that are shown."""
 
 
 @click.command()
@@ -43,6 +51,14 @@ from tools.options import option
     scope="dst",
     help="Tenants have limits and budgets in all seeds, not only in some, and their owners (Redis, control) fail too.",
 )
+@option(
+    "--replay",
+    "bundle",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    scope="dst",
+    help="Decide the events of a bundle (`kvloom incident capture`) again, and name the first decision that differs.",
+)
+@option("--policy", type=click.Choice(sorted(POLICIES)), scope="dst", help="With --replay: place by this policy.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def dst(
     num_seeds: int | None,
@@ -50,11 +66,16 @@ def dst(
     num_jobs: int | None,
     trace: bool,
     with_limits: bool,
+    bundle: Path | None,
+    policy: str | None,
     as_json: bool,
 ) -> None:
     """Run deterministic simulation tests: the real router core among simulated shards, clients, links and clocks that
     fail as the seed determines. Every invariant is checked after every step. A failing seed always fails in the same
     way."""
+    if bundle is not None:
+        _replay(bundle, policy, as_json=as_json)
+        return
     if num_seeds is None:
         num_seeds = 1000 if first_seed is None else 1
     if trace and num_seeds > 1:
@@ -70,6 +91,29 @@ def dst(
     for failure in sorted(summary.failures, key=lambda failure: failure.seed):
         _print_failure(failure)
     if summary.failures:
+        sys.exit(1)
+
+
+def _replay(bundle: Path, policy: str | None, *, as_json: bool) -> None:
+    run = read_bundle(bundle)
+    began = time.process_time()
+    result = replay(run, policy)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        print(
+            f"{result.num_events:,} of {len(run.lines):,} events, {run.num_seconds:,.1f} s of {run.versions}, again in "
+            f"{time.process_time() - began:.1f} s"
+        )
+        if result.difference is None:
+            print(f"all {result.num_decisions:,} decisions are the same")
+        else:
+            first = result.difference
+            print(f"the first decision that differs is at event {first.number}, after {first.at_seconds:.4f} s")
+            print(f"  event:    {first.event[:_MAX_EVENT]}\n  recorded: {first.recorded}\n  now:      {first.now}")
+        if result.broken:
+            print(f"the core fails: {result.broken}")
+    if result.difference is not None or result.broken:
         sys.exit(1)
 
 

@@ -51,6 +51,7 @@ from router.core.placement import PlacementPlan, built_in_policy
 from router.core.placement.candidates import CandidateBuilder
 from router.core.placement.eligibility import Eligibility
 from router.core.placement.placer import Placer
+from router.core.placement.policy import Policy
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.deferred_frames import DeferredFrames
 from router.core.relay.lifecycle import Lifecycle, request_progress
@@ -72,7 +73,7 @@ class RouterCore:
     def __init__(self, config: CoreConfig, seed: int = 0, limiter: Limiter | None = None) -> None:
         """Without `limiter`, nobody has limits."""
         self.limiter = limiter
-        self._config = config
+        self.config = config
         self._action_buffer = ActionBuffer()
         self._fleet = Fleet()
         self._index = PrefixIndex()
@@ -183,12 +184,12 @@ class RouterCore:
             ev.ShardDown: self._on_shard_down,
             **shard_events.handlers,
             ev.SafetyUp: self._on_safety_up,
-            ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
+            ev.SafetyDown: self._on_safety_down,
             ev.PromptVerdict: self._verdicts.on_prompt,
             ev.AnswersScreened: self._verdicts.on_answers,
-            ev.Tick: lambda _event, now: self._on_tick(now),
-            ev.DrainStarted: lambda _event, _now: self._on_drain_started(),
-            ev.DrainEnded: lambda _event, now: self._on_drain_ended(now),
+            ev.Tick: self._on_tick,
+            ev.DrainStarted: self._on_drain_started,
+            ev.DrainEnded: self._on_drain_ended,
         }
         if self._limits is not None:
             handlers[ev.LeasesGranted] = self._limits.on_leases
@@ -199,7 +200,7 @@ class RouterCore:
             ev.StepArrived: check_step,
             ev.FrameArrived: check_frame,
             ev.TokensOnlyFrame: check_step,
-            ev.ShardUp: lambda event: check_shard(event.shard),
+            ev.ShardUp: _check_shard_up,
         }
         self._checks = checks
         """Checks of an event, made before anything changes."""
@@ -252,14 +253,17 @@ class RouterCore:
         """True when a request of this name is live."""
         return request_id in self._lifecycle.requests
 
+    def use_policy(self, policy: Policy) -> None:
+        """Place what arrives from now on by another policy: what an incident would have been with it."""
+        self._placer.use_policy(policy)
+
     def is_explained(self, request_id: str) -> bool:
         """True when placements of a request of this name are reported as PlacementDecided."""
         return self._placer.is_explained(request_id)
 
     def progress(self, arrived_before: float, now: float) -> list[RequestEnded]:
         """For each live request that arrived before that time, the record that there would be if it ended now."""
-        for shard in self._fleet.shards.values():
-            shard.fast_path.write_back()
+        self.write_back()
         return [
             request_progress(live, now)
             for live in self._lifecycle.requests.values()
@@ -268,10 +272,15 @@ class RouterCore:
 
     def oldest(self, is_wanted: Callable[[LiveRequest], bool], most: int, now: float) -> list[RequestEnded]:
         """The same for at most so many live requests, those first that arrived first."""
-        for shard in self._fleet.shards.values():
-            shard.fast_path.write_back()
+        self.write_back()
         wanted = filter(is_wanted, self._lifecycle.requests.values())
         return [request_progress(live, now) for live in itertools.islice(wanted, most)]
+
+    def write_back(self) -> None:
+        """Do what was put off: parts of frames, and tokens that the requests have not recorded yet."""
+        self._deferred.flush()
+        for shard in self._fleet.shards.values():
+            shard.fast_path.write_back()
 
     def next_deadline(self) -> float | None:
         """The time at which a Tick is needed at the latest; None: not before another event."""
@@ -389,7 +398,7 @@ class RouterCore:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         shard = self._fleet.add(event.shard)
         if len(self._attempt_sender.queue):
-            shard.limit = min(shard.limit, self._config.overload.ramp_start_requests)
+            shard.limit = min(shard.limit, self.config.overload.ramp_start_requests)
         self._health.on_shard_up(shard, now)
         growth_tokens = 0 if event.shard.reserves_output else event.shard.block_size
         self._ledger.add_shard(
@@ -429,7 +438,10 @@ class RouterCore:
         )
         self._verdicts.on_up(now)
 
-    def _on_tick(self, now: float) -> None:
+    def _on_safety_down(self, _event: ev.SafetyDown, now: float) -> None:
+        self._verdicts.on_down(now)
+
+    def _on_tick(self, _event: ev.Tick, now: float) -> None:
         self._index.settle()
         self._health.on_tick(now)
         self._departing.on_tick(now)
@@ -463,11 +475,11 @@ class RouterCore:
             return queue_timeout(live.request.request_id, now - live.arrived_at)
         return None
 
-    def _on_drain_started(self) -> None:
+    def _on_drain_started(self, _event: ev.DrainStarted, _now: float) -> None:
         self._fleet.is_draining = True
         self._note_fleet_change()
 
-    def _on_drain_ended(self, now: float) -> None:
+    def _on_drain_ended(self, _event: ev.DrainEnded, now: float) -> None:
         for request_id, live in list(self._lifecycle.requests.items()):
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, draining(request_id), now)
 
@@ -490,3 +502,7 @@ class RouterCore:
         if state != self._sent_fleet:
             self._sent_fleet = state
             self._action_buffer.add(state)
+
+
+def _check_shard_up(event: ev.ShardUp) -> None:
+    check_shard(event.shard)

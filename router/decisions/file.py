@@ -1,5 +1,5 @@
-"""The decision log's file. It is bounded on disk, and in memory while the disk is slow; the event loop never waits for
-it."""
+"""A file of lines: the decision log's, or the incident log's. It is bounded on disk, and in memory while the disk is
+slow. The event loop never waits for it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class DecisionWriter:
         try:
             self._file.open()
         except OSError as error:
-            raise StartError(f"router.decision_log.path: {self._file.path}: {error.strerror}") from error
+            raise StartError(f"{self._file.path}: {error.strerror}") from error
 
     def put(self, header: bytes, line: bytes) -> bool:
         """Both end with a line break. Returns False if there was no room, so that both were dropped."""

@@ -122,7 +122,9 @@ def run(folder: Path, name: str, change: Change) -> tuple[Path, dict[str, float]
             return {row["tenant"]: row for row in rows}
 
         log = folder / name / "decisions.jsonl"
-        num_served = sum('"ttft_seconds":0.' in line or '"ttft_seconds":1' in line for line in log.open())
+        num_served = sum(
+            '"ttft_seconds":0.' in line or '"ttft_seconds":1' in line for line in log.read_text().splitlines()
+        )
         eventually("all is billed", lambda: sum(row["num_requests"] for row in bills().values()) >= num_served)
         return log, {tenant: float(row["cost"]) for tenant, row in bills().items()}
 

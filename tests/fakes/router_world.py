@@ -17,6 +17,7 @@ from kvloom_common.discovery.records import ShardRecord
 from kvloom_common.discovery.registry import ShardRegistry
 from router.core.core import RouterCore
 from router.core_settings import core_config
+from router.process import new_core
 from router.server import RouterServer
 from tests.fakes import link_requests
 from tests.fakes.fake_safety import FakeSafety
@@ -126,7 +127,8 @@ class RouterWorld:
 
     async def bind_router(self) -> None:
         """Makes a router that has its port and has not opened it yet."""
-        core = RouterCore(core_config(self.config))
+        is_recorded = self.config.router.records_incidents
+        core = new_core(self.config, "router-0") if is_recorded else RouterCore(core_config(self.config))
         self.server = RouterServer(
             self.config, core, catalogue_of(self.config, self.tokenizer), "router-0", self.metrics
         )

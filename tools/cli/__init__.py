@@ -12,6 +12,7 @@ reload.py         reload
 backup.py         backup and restore
 drain.py          drain, undrain and scale-in
 logs.py           logs
+incident.py       `kvloom incident capture`
 chat.py           chat
 explain.py        explain
 top.py            top

@@ -30,6 +30,7 @@ from tools.cli.lazy_group import LazyGroup
             "scaler": "tools.scaler.command:scaler",
             "epp": "tools.gateway.command:epp",
             "secret": "tools.cli.secret:secret",
+            "incident": "tools.cli.incident:incident",
             "doctor": "tools.cli.commands:doctor",
         },
         "Ask it": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterator
 from typing import Any
@@ -120,7 +121,7 @@ class _Group:
         self._model = model
         self._class_name = class_name
         self._service = service
-        self._tenants = CounterOrder[str](lambda tenant: service.order((model, class_name), tenant))
+        self._tenants = CounterOrder[str](functools.partial(service.order, (model, class_name)))
         self._sub_flows: dict[str, CounterOrder[str]] = {}
 
     def __len__(self) -> int:
@@ -130,8 +131,8 @@ class _Group:
         tenant = flow.tenant
         sub_flows = self._sub_flows.get(tenant)
         if sub_flows is None:
-            key, service = (self._model, self._class_name, tenant), self._service
-            sub_flows = self._sub_flows[tenant] = CounterOrder[str](lambda fairness_id: service.order(key, fairness_id))
+            order = functools.partial(self._service.order, (self._model, self._class_name, tenant))
+            sub_flows = self._sub_flows[tenant] = CounterOrder[str](order)
             self._tenants.add(tenant)
         sub_flows.add(flow.fairness_id)
 

@@ -42,13 +42,21 @@ MAX_LEGS: Final = 2
 """The most legs of one request. After them it is computed whole."""
 
 
+def _yes(_sampling: object) -> bool:
+    return True
+
+
+def _no(_sampling: object) -> bool:
+    return False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandoffAbilities:
     """Tells the core about sampling, which it does not read."""
 
-    can_hand_over: Callable[[object], bool] = lambda _sampling: True
+    can_hand_over: Callable[[object], bool] = _yes
     """Returns True when engines hand over all state of an answer with this sampling."""
-    wants_logprobs: Callable[[object], bool] = lambda _sampling: False
+    wants_logprobs: Callable[[object], bool] = _no
     """Returns True when an answer with this sampling has log-probabilities, which only shards with HANDOFF_LOGPROBS
     hand over."""
 

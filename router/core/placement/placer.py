@@ -73,13 +73,16 @@ class Placer:
         self._fleet = fleet
         self._candidates = candidates
         self._ledger = ledger
-        self._policy = policy
-        self._policy_remembers = type(policy).placed is not Policy.placed
-        """True when the policy is told what was placed; most remember nothing."""
         self._seed = seed
         self._num_placed = 0
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
+        self.use_policy(policy)
+
+    def use_policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._policy_remembers = type(policy).placed is not Policy.placed
+        """True when the policy is told what was placed; most remember nothing."""
 
     @property
     def hold(self) -> BacklogPolicy | None:

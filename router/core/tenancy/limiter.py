@@ -55,7 +55,7 @@ class Limiter:
         self._undecided = DryRunBudgets(self._watch, self._count)
         self._counts: list[LimitCount] = []
         self._num_routers = 1
-        self.side_calls = SideCalls(self._plans, self._watch, lambda: self.table(), self._count, self._state_of)
+        self.side_calls = SideCalls(self._plans, self._watch, self._table, self._count, self._state_of)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -234,6 +234,9 @@ class Limiter:
                 assert lease.reserved == in_use.get(id(lease), 0)
 
     # -- details --------------------------------------------------------------------------------------------------
+
+    def _table(self) -> TenantTable:
+        return self.table()
 
     def _state_of(self, plan: LimitPlan, now: float) -> LimitsState:
         return LimitsState(_least(plan.shown_requests, now), _least(plan.shown_tokens, now))

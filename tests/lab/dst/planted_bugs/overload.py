@@ -21,7 +21,7 @@ from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import draining
 from router.core.dispatch.waiting_queues import WaitingQueues
-from router.core.events import Request
+from router.core.events import DrainEnded, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.health.health_watch import HealthWatch
 from router.core.live import LiveRequest, QueueId
@@ -136,7 +136,7 @@ def lets_drains_take_for_ever(patch: Patch) -> None:
 def ends_one_request_of_a_drain(patch: Patch) -> None:
     """Only the first request is ended when the drain ends."""
 
-    def on_drain_ended(self: RouterCore, now: float) -> None:
+    def on_drain_ended(self: RouterCore, _event: DrainEnded, now: float) -> None:
         for name, live in list(self._lifecycle.requests.items())[:1]:
             self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(name), now)
 
