@@ -17,7 +17,7 @@ COPY tools tools
 COPY fabric fabric
 # Without isolation: the build takes the generator installed above.
 RUN /opt/builder/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /build/wheels . ./fabric
-RUN python3 -m venv /opt/kvloom && /opt/kvloom/bin/pip install --no-cache-dir --constraint constraints.txt --find-links /build/wheels "kvloom-fabric[search]"
+RUN python3 -m venv /opt/kvloom && /opt/kvloom/bin/pip install --no-cache-dir --constraint constraints.txt --find-links /build/wheels "kvloom-fabric[search,gateway]"
 RUN /opt/builder/bin/cyclonedx-py environment --output-format JSON --output-file /opt/kvloom/sbom.json /opt/kvloom/bin/python
 RUN /opt/kvloom/bin/kvloom --version && /opt/kvloom/bin/python -m kvloom_fabric router --help
 

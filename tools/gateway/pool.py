@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -68,6 +69,8 @@ def read_pool(path: Path) -> Pool:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    if any(endpoint.kv_events for endpoint in pool.endpoints) and find_spec("zmq") is None:
+        raise ConfigError(f'{path}: kv_events need pyzmq, which comes with pip install "kvloom-fabric[gateway]"')
     addresses = [one.address for one in pool.endpoints]
     for address in addresses:
         if addresses.count(address) > 1:

@@ -47,8 +47,8 @@ async def follow_load(
             num_failures = 0
         except (ValueError, OSError, TimeoutError, aiohttp.ClientError) as error:
             num_failures += 1
-            if num_failures == 2 or isinstance(error, aiohttp.ClientConnectorError):
-                if num_failures <= 2:
-                    log.warning("endpoint_read_failed", address=endpoint.address, cause=str(error) or repr(error))
+            if num_failures == 1:
+                log.warning("endpoint_read_failed", address=endpoint.address, cause=str(error) or repr(error))
+            if num_failures > 1 or isinstance(error, aiohttp.ClientConnectorError):
                 use(None)
         await asyncio.sleep(interval_seconds)
