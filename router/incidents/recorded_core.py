@@ -59,7 +59,9 @@ class Recorder:
             log.exception("incident_state_failed", cause=repr(error))
             return
         header = [FORMAT_VERSION, self._number, now, self._versions, base64.b64encode(state).decode()]
-        self.writer.put(b"", encode(header) + b"\n")
+        line = encode(header) + b"\n"
+        if not self.writer.put(b"", line):
+            log.warning("incident_state_failed", cause=f"there is no room for {len(line)} bytes")
 
     def prepared(self, event: Event) -> Event:
         """The event as it is to be handled: one that can be read twice, and whose filters are witnessed."""
