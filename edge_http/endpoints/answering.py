@@ -72,12 +72,11 @@ async def generate(
     asked = job.asked
     if asked is not NO_WISHES or edge.may_have_classes:
         schedule(edge, request, job)
-    if not job.response_id:
+    name, key = job.response_id, asked.idempotency_key
+    if not name:
         check_job_window(edge.models, job)
-    envelope = _envelope(job, job.response_id or new_response_id(job.id_prefix, edge.tag))
-    formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
-    name = envelope.id
-    key = asked.idempotency_key
+        name = new_response_id(job.id_prefix, edge.tag)
+    formatter = formatter_of(job.shape, _envelope(job, name), job.model.tokenizer, job.prompt_report)
     if job.moderation is not None or job.originals:
         run = wrapped_run(edge, request, job, formatter, run)
     if not job.stream:
