@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from edge_http.admission import Admission, EdgeSettings
-from edge_http.answers.features import AnswerFeature, CacheUseHeaders, ReceiptDetails
+from edge_http.answers.answer import AnswerFeature
+from edge_http.answers.features import CacheUseHeaders, ReceiptDetails
 from edge_http.metrics import EdgeMetrics
 from edge_http.offered_models import OfferedModels
 from edge_http.orchestrator_link import OrchestratorLink

@@ -12,22 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 import structlog
-from aiohttp import web
 
-from edge_http.answers.answer import EdgeAnswer
+from edge_http.answers.answer import AnswerFeature, EdgeAnswer
 from edge_http.answers.bill import AnswerBill
-from edge_http.answers.features import AnswerFeature
 from edge_http.wire.headers import BUDGET_REMAINING, COST
 from kvloom.errors import KvloomError, control_unavailable
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
-from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom.v1.usage_service_pb2_grpc import UsageServiceStub
 from kvloom_common.tenancy.principal import Principal
 
 if TYPE_CHECKING:  # a fabric without tenants needs nothing of it
-    from edge_http.edge import Edge
-    from edge_http.endpoints.generation_job import GenerationJob
     from kvloom_common.access.identities import Identities
 
 log = structlog.get_logger()
@@ -76,13 +71,13 @@ class TenantUsage(AnswerFeature):
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:  # the latter if the channel was closed meanwhile
             raise control_unavailable() from error
 
-    def begin(self, edge: Edge, request: web.BaseRequest, job: GenerationJob, answer: EdgeAnswer) -> None:
-        principal = edge.callers.principal_of(request)
-        if principal is None or (job.stream and not job.asked.wants_details):  # a stream's headers tell no cost
+    def begin(
+        self, principal: Principal | None, model: str, answer: EdgeAnswer, *, is_batch: bool, is_told: bool
+    ) -> None:
+        if principal is None or not is_told:
             return
         prices, remaining = self._identities.tenants.table.prices, self._remaining(principal)
-        is_batch = job.wanted.tier == TIER_BATCH
-        answer.bill = AnswerBill(prices, job.model.name, time.time(), is_batch=is_batch, remaining_nanos=remaining)
+        answer.bill = AnswerBill(prices, model, time.time(), is_batch=is_batch, remaining_nanos=remaining)
 
     def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:
         details = answer.bill_details() if has_ended else {}

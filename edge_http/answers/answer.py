@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -32,7 +32,7 @@ from kvloom_common.process.request_context import RequestContext
 
 if TYPE_CHECKING:  # these parts need this one
     from edge_http.answers.bill import AnswerBill
-    from edge_http.answers.features import AnswerFeature
+    from kvloom_common.tenancy.principal import Principal
 
 log = structlog.get_logger()
 
@@ -40,6 +40,24 @@ _FINISH_REASONS: Final = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
 }
+
+
+class AnswerFeature:
+    """The interface of what adds to answers and is off by default: an edge has one of each that is on, so that the way
+    of a request names none of them. This one adds nothing, and each feature overrides what it needs."""
+
+    def begin(
+        self, principal: Principal | None, model: str, answer: EdgeAnswer, *, is_batch: bool, is_told: bool
+    ) -> None:
+        """Called before the requests of an answer are submitted. `is_told`: its client can be told how it ended."""
+
+    def headers(self, answer: EdgeAnswer, *, has_ended: bool) -> Mapping[str, str]:  # noqa: ARG002
+        """Returns headers of the response. That of a stream is sent at its start, any other one once it `has_ended`."""
+        return {}
+
+    def details(self, answer: EdgeAnswer, *, wanted: bool) -> Mapping[str, Any]:  # noqa: ARG002
+        """Returns what the field `kvloom` of the answer tells; `wanted`: the client asks for such details."""
+        return {}
 
 
 class EdgeAnswer(abc.ABC):

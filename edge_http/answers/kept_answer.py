@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import Edge
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
-from edge_http.submission import OnSubmitted, RunAnswer, Submission, on_submitted
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 
@@ -105,25 +102,3 @@ class KeptChat(KeptAnswer):
         if self._twin.error is not None:
             raise self._twin.error
         return b"".join(self._twin.body(with_details=False))
-
-
-class KeptRun:
-    """Brings a stream to its end, and stores it before its last event is sent (RunAnswer)."""
-
-    def __init__(self, run: RunAnswer, keep: Callable[[bytes, Sequence[int]], Awaitable[None]]) -> None:
-        """`keep` stores the JSON of the response, and the tokens of its output. It raises KvloomError."""
-        self._run = run
-        self._keep = keep
-
-    async def __call__(
-        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
-    ) -> None:
-        """Raises the KvloomError that ended the answer, or because of which it could not be stored."""
-        await self._run(edge, submission, answer, on_submitted)
-        assert isinstance(answer, KeptAnswer)
-        try:
-            await self._keep(answer.response_json(), answer.token_ids)
-        except KvloomError as error:
-            answer.release(error)
-            raise
-        answer.release()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from edge_http.admission import AdmissionPermit
+from edge_http.answers.answer import EdgeAnswer
 from edge_http.answers.collected_answer import CollectedAnswer
-from edge_http.answers.features import begin_features
-from edge_http.answers.kept_answer import KeptRun, KeptWhole
+from edge_http.answers.kept_answer import KeptAnswer, KeptWhole
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import formatter_of, joined_logprobs, parsed_outputs, prompt_field_of
 from edge_http.answers.streamed_answer import StreamedAnswer
@@ -30,7 +30,7 @@ from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import RunAnswer, Submission, run_resumable, run_submission
+from edge_http.submission import OnSubmitted, RunAnswer, Submission, on_submitted, run_resumable, run_submission
 from edge_http.wire.body import read_json_body
 from edge_http.wire.headers import (
     REQUEST_ID,
@@ -47,6 +47,7 @@ from edge_http.wire.request_headers import NO_WISHES
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
+from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom_common.conversation.model_output import fit_to_parser
 from kvloom_common.limits.byte_budget import ByteLease
 
@@ -96,7 +97,7 @@ async def generate(
     )
     begin_answer(name, job.model.name, streamed)
     if edge.features:
-        begin_features(edge.features, edge, request, job, streamed)
+        _begin_features(edge, request, job, streamed)
     edge.keep_alive.add(streamed)
     try:
         await run(edge, submission_of(edge, request, job, name), streamed)
@@ -192,7 +193,7 @@ async def _whole_body(
     collected = make(job.prompt_sizes, job.n, formatter, limit, lease, parsed, joined)
     begin_answer(name, job.model.name, collected)
     if edge.features:
-        begin_features(edge.features, edge, request, job, collected)
+        _begin_features(edge, request, job, collected)
     await run(edge, submission_of(edge, request, job, name), collected)
     pieces = collected.body(with_details=job.asked.wants_details)
     if job.rewrite is not None:
@@ -243,7 +244,7 @@ async def _stream_resumable(
         running = run_resumable(edge, submission, answer, stream, run=run)
     begin_answer(name, job.model.name, answer)
     if edge.features:
-        begin_features(edge.features, edge, request, job, answer)
+        _begin_features(edge, request, job, answer)
     edge.keep_alive.add(answer)
     edge.resume.start(stream, running, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
@@ -320,3 +321,34 @@ def _response_record(
         with_details=job.asked.wants_details,
         with_explanation=job.asked.wants_explanation,
     )
+
+
+def _begin_features(edge: Edge, request: web.BaseRequest, job: GenerationJob, answer: EdgeAnswer) -> None:
+    """Lets each feature that is on add to the answer. The headers of a stream are sent before anything is known."""
+    principal, is_batch = edge.callers.principal_of(request), job.wanted.tier == TIER_BATCH
+    is_told = not job.stream or job.asked.wants_details
+    answer.features = edge.features
+    for feature in edge.features:
+        feature.begin(principal, job.model.name, answer, is_batch=is_batch, is_told=is_told)
+
+
+class KeptRun:
+    """Brings a stream to its end, and stores it before its last event is sent (RunAnswer)."""
+
+    def __init__(self, run: RunAnswer, keep: Callable[[bytes, Sequence[int]], Awaitable[None]]) -> None:
+        """`keep` stores the JSON of the response, and the tokens of its output. It raises KvloomError."""
+        self._run = run
+        self._keep = keep
+
+    async def __call__(
+        self, edge: Edge, submission: Submission, answer: EdgeAnswer, on_submitted: OnSubmitted = on_submitted
+    ) -> None:
+        """Raises the KvloomError that ended the answer, or because of which it could not be stored."""
+        await self._run(edge, submission, answer, on_submitted)
+        assert isinstance(answer, KeptAnswer)
+        try:
+            await self._keep(answer.response_json(), answer.token_ids)
+        except KvloomError as error:
+            answer.release(error)
+            raise
+        answer.release()
