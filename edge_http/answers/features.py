@@ -1,4 +1,4 @@
-"""What adds to answers and needs no more than what routers say at their end: one is made of each that is on."""
+"""Features of answers that need no more than what routers say at their end. An edge makes one of each that is on."""
 
 from __future__ import annotations
 
