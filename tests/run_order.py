@@ -1,13 +1,16 @@
 """In which order, and in which process of pytest-xdist, tests run: what takes longest begins first, so that all
 processes end together; fabrics, whose many processes take the cores from one another, run one after another as far as
 that goes, beside other tests; and so do tests of compiled kernels, of which the first compiles what all others wait
-for."""
+for, in a minute or two on a slow machine."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import re
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ from xdist.scheduler import LoadGroupScheduling
 
 from tests.durations import recorded
 
-COMPILED = ("torch", "encoder", "transformers")
-"""Parts of the names of files and groups whose tests compile kernels."""
+COMPILED = re.compile("torch_engine|TorchEngine")
+"""In the source of files whose tests compile kernels, or wait until another process has."""
+HEAD_START = 0.06
+"""The share of the run after which they begin: the first fabric has compiled most by then."""
 
 
 class FilesAndGroups(LoadGroupScheduling):
@@ -47,11 +52,11 @@ def begin_of_groups(items: list[pytest.Item]) -> dict[str, float]:
     kernels another, all others a third."""
     seconds = seconds_by_group(items)
     with_fabrics = {group_of(item) for item in items if "/e2e/" in _file_of(item)}
-    with_kernels = {group for group in seconds if any(name in group for name in COMPILED)} - with_fabrics
+    with_kernels = {group_of(item) for item in items if compiles(item.path)} - with_fabrics
     begins: dict[str, float] = {}
     for groups in (with_fabrics, with_kernels, seconds.keys() - with_fabrics - with_kernels):
         own_seconds = math.fsum(seconds[group] for group in groups)  # which is the same in every order
-        before = 0.0
+        before = HEAD_START * own_seconds if groups is with_kernels else 0.0
         for group in sorted(groups, key=lambda group: (-seconds[group], group)):
             begins[group] = before / own_seconds if own_seconds else 0.0
             before += seconds[group]
@@ -66,6 +71,12 @@ def seconds_by_group(items: list[pytest.Item]) -> dict[str, float]:
     for item in items:
         seconds[group_of(item)] += record.get(_file_of(item), 0.0) / num_tests[_file_of(item)]
     return seconds
+
+
+@functools.cache
+def compiles(file: Path) -> bool:
+    """Says if tests of the file need compiled kernels."""
+    return bool(COMPILED.search(file.read_text()))
 
 
 def group_of(item: pytest.Item) -> str:
