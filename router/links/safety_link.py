@@ -102,7 +102,9 @@ class SafetyLink:
             if known.reason in _CALLERS_FAULTS:
                 raise known from error
             raise safety_unavailable() from error
-        except asyncio.CancelledError as error:  # the stream has broken, and its channel was closed
+        except grpc.aio.UsageError as error:  # its channel was closed before the call,
+            raise safety_unavailable() from error
+        except asyncio.CancelledError as error:  # or during it, since the stream has broken
             raise_if_cancelled()
             raise safety_unavailable() from error
 
