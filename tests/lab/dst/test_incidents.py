@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvloom_common.config import load_config
 from lab.dst.command import dst
 from lab.dst.nodes import router_node
 from lab.dst.replay import replay
@@ -141,7 +142,11 @@ def test_a_bundle_has_no_content(record: Callable[[int], list[list[bytes]]]) -> 
             assert not any(field in line for field in (b'"prompt_token_ids":[1', b'"prompt_text":"w', b'"deltas":["'))
 
 
-def test_a_pickle_of_anything_else_is_refused() -> None:
-    """A bundle comes from elsewhere: its state must not be able to run what it likes."""
+@pytest.mark.parametrize(
+    "call", [functools.partial(os.system, "true"), functools.partial(load_config, Path("/etc/passwd"))]
+)
+def test_a_pickle_of_anything_else_is_refused(call: functools.partial[Any]) -> None:
+    """A bundle comes from elsewhere: its state must not be able to run what it likes, nor what reads or writes files in
+    the modules of a core's configuration."""
     with pytest.raises(pickle.UnpicklingError, match="not of a core"):
-        restore(pickle.dumps(functools.partial(os.system, "true")))
+        restore(pickle.dumps(call))
