@@ -58,7 +58,7 @@ def new_records(
     writers = [core.recorder.writer] if isinstance(core, RecordedCore) else []
     journal: DecisionJournal | None = None
     if log.path:
-        writer = DecisionWriter(RotatingFile(Path(log.path)), on_dropped)
+        writer = DecisionWriter(RotatingFile(Path(log.path)), on_dropped, config_key="router.decision_log.path")
         writers.append(writer)
         policy = config.router.placement.policy
         journal = DecisionJournal(

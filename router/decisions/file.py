@@ -110,8 +110,12 @@ class DecisionWriter:
         file: RotatingFile,
         on_dropped: Callable[[int], None],
         max_waiting_bytes: int = MAX_WAITING_BYTES,
+        *,
+        config_key: str,
     ) -> None:
+        """`config_key` says for people which key of the configuration wants the file."""
         self._file = file
+        self._config_key = config_key
         self._on_dropped = on_dropped
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting: list[Entry] = []
@@ -125,7 +129,7 @@ class DecisionWriter:
         try:
             self._file.open()
         except OSError as error:
-            raise StartError(f"{self._file.path}: {error.strerror}") from error
+            raise StartError(f"{self._config_key}: {self._file.path}: {error.strerror}") from error
 
     def put(self, header: bytes, line: bytes) -> bool:
         """Both end with a line break. Returns False if there was no room, so that both were dropped."""

@@ -128,6 +128,8 @@ def new_recorder(data_dir: Path, router_id: str, policy: str) -> Recorder:
         make_private_folder(folder)
     except OSError as error:
         raise StartError(f"{folder}: {error.strerror}") from error
-    writer = DecisionWriter(RotatingFile(folder / f"{router_id}.jsonl"), lambda _count: None)
+    writer = DecisionWriter(
+        RotatingFile(folder / f"{router_id}.jsonl"), lambda _count: None, config_key="router.records_incidents"
+    )
     versions = {"kvloom": importlib.metadata.version("kvloom"), "policy": policy, "router_id": router_id}
     return Recorder(writer, versions)

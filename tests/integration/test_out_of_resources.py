@@ -127,7 +127,7 @@ async def test_decisions_that_cannot_be_written_are_dropped_and_later_ones_are_n
     """The writer is a task of the router: its failure would end the router."""
     dropped: list[int] = []
     path = tmp_path / "decisions"
-    writer = DecisionWriter(RotatingFile(path, 10_000), dropped.append)
+    writer = DecisionWriter(RotatingFile(path, 10_000), dropped.append, config_key="router.decision_log.path")
     task = asyncio.create_task(writer.run())
     if lack == "threads":
         refused = refuse_threads(monkeypatch)

@@ -75,6 +75,9 @@ def test_after_a_failure_the_file_starts_with_the_header(tmp_path: Path) -> None
     assert (folder / "log").read_bytes() == HEADER + line(2)
 
 
+KEY = "router.decision_log.path"
+
+
 class Dropped:
     def __init__(self) -> None:
         self.count = 0
@@ -86,7 +89,7 @@ class Dropped:
 async def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:
     """A graceful stop loses nothing."""
     dropped = Dropped()
-    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped)
+    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped, config_key=KEY)
     writer.open()
     running = asyncio.create_task(writer.run())
     assert writer.put(HEADER, line(1))
@@ -101,7 +104,7 @@ async def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:
 async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Path) -> None:
     """Memory is bounded; lines that are being written count until they are written."""
     dropped = Dropped()
-    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped, max_waiting_bytes=50)
+    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped, max_waiting_bytes=50, config_key=KEY)
     assert writer.put(HEADER, line(1))
     assert writer.put(b"", line(2))
     assert not writer.put(b"", line(3))
@@ -119,7 +122,7 @@ async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: 
     folder = tmp_path / "mount"
     folder.mkdir()
     dropped = Dropped()
-    writer = DecisionWriter(RotatingFile(folder / "log", 30), dropped)
+    writer = DecisionWriter(RotatingFile(folder / "log", 30), dropped, config_key=KEY)
     writer.open()
     running = asyncio.create_task(writer.run())
     (folder / "log.1").mkdir()  # Rotation cannot replace a folder that is not empty.
@@ -138,6 +141,6 @@ async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: 
 
 async def test_a_path_that_cannot_be_written_is_reported_at_the_start(tmp_path: Path) -> None:
     """A mistake in the configuration must not first show when the log is needed."""
-    writer = DecisionWriter(RotatingFile(tmp_path / "missing" / "log", 1000), Dropped())
+    writer = DecisionWriter(RotatingFile(tmp_path / "missing" / "log", 1000), Dropped(), config_key=KEY)
     with pytest.raises(StartError, match=r"router\.decision_log\.path: .*missing.*No such file"):
         writer.open()
