@@ -21,7 +21,8 @@ WIDTH = 375
 async def ask(page: Page, world: StateWorld, text: str, reply: str) -> None:
     world.edge.link.script = answer(reply)
     await page.get_by_label("Your message").fill(text)
-    await page.keyboard.press("Enter")
+    async with page.expect_response(lambda response: response.url.endswith("/items") and response.ok):
+        await page.keyboard.press("Enter")
     await expect(page.locator(".turn.assistant").last).to_contain_text(reply)
     await expect(page.locator(".turn.running")).to_have_count(0)
 

@@ -11,7 +11,7 @@ globalThis.conversations = (() => {
   const more = textButton("More", "quiet", () => load(more.after));
   const button = textButton("Chats", "quiet", toggle);
 
-  let current = { id: "", known: [] };  // its id, and its messages as far as they are stored
+  let current = { id: "", known: [] };  // its id, and its messages as far as they are stored; null: to be looked up
   let work = Promise.resolve();         // one change after the other
 
   panel.id = "chats";
@@ -50,14 +50,14 @@ globalThis.conversations = (() => {
   function restore() {
     try {
       const id = sessionStorage.getItem(ID_STORE) ?? "";
-      current = { id, known: id ? [...messages] : [] };
+      current = { id, known: id ? null : [] };
     } catch { /* storage is off: what follows is stored as a conversation of its own */ }
   }
 
-  function use(id, known) {
-    current = { id, known };
+  function use(next) {
+    current = next;
     try {
-      sessionStorage.setItem(ID_STORE, id);
+      sessionStorage.setItem(ID_STORE, next.id);
     } catch { /* storage is off */ }
   }
 
@@ -65,16 +65,21 @@ globalThis.conversations = (() => {
   async function storeMessages() {
     const said = [...messages];
     if (running || said.at(-1)?.role !== "assistant") return;
-    const isLonger = current.known.every(({ content }, number) => said[number]?.content === content);
-    const before = isLonger ? "" : current.id;
-    const next = isLonger && current.id ? current : { id: (await call("v1/conversations", "POST", {})).id, known: [] };
+    let next = current;
+    next.known ??= await storedMessages(next.id);
+    const isLonger = next.known.every(({ content }, number) => said[number]?.content === content);
+    const before = isLonger ? "" : next.id;
+    if (before || !next.id) {
+      const made = { id: (await call("v1/conversations", "POST", {})).id, known: [] };
+      if (current === next) use(made);  // and no other chat was begun or opened meanwhile
+      next = made;
+    }
     while (next.known.length < said.length) {
       const part = said.slice(next.known.length, next.known.length + MAX_NEW_ITEMS);
       const items = part.map((message) => ({ type: "message", ...message }));
       await call(`v1/conversations/${next.id}/items`, "POST", { items });
       next.known.push(...part);
     }
-    use(next.id, next.known);
     if (before) await call(`${own}/${before}`, "DELETE");
   }
 
@@ -104,7 +109,7 @@ globalThis.conversations = (() => {
     return line;
   }
 
-  async function show(id) {
+  async function storedMessages(id) {
     const said = [];
     for (let after = "", found = { has_more: true }; found.has_more; after = `&after=${found.last_id}`) {
       found = await call(`v1/conversations/${id}/items?order=asc&limit=100${after}`);
@@ -113,9 +118,14 @@ globalThis.conversations = (() => {
         if (text) said.push({ role, content: text });
       }
     }
+    return said;
+  }
+
+  async function show(id) {
+    const said = await storedMessages(id);
     startNewChat();
     showMessages(said);
-    use(id, [...said]);
+    use({ id, known: [...said] });
     save();
     toggle();
   }
@@ -136,5 +146,5 @@ globalThis.conversations = (() => {
     if (!panel.hidden) load();
   }
 
-  return { start, restore, onSaved: () => attempt(storeMessages), onNewChat: () => use("", []) };
+  return { start, restore, onSaved: () => attempt(storeMessages), onNewChat: () => use({ id: "", known: [] }) };
 })();
