@@ -68,7 +68,7 @@ class Load:
         began = time.monotonic()
         with ThreadPoolExecutor(64) as pool:
             for at, tenant, text in requests:
-                time.sleep(max(0.0, began + at - time.monotonic()))
+                time.sleep(max(0.0, began + at - time.monotonic()))  # sleep: requests arrive at these times
                 pool.submit(self._ask, self._keys[tenant], text)
 
     def _ask(self, key: str, text: str) -> None:
@@ -112,7 +112,7 @@ def run(folder: Path, name: str, change: Change) -> tuple[Path, dict[str, float]
             assert done.returncode == 0, done.stderr
         for key in keys.values():
             fabric.until_key_is_known(key)
-        time.sleep(2)  # limits and prices reach each router by themselves
+        time.sleep(2)  # sleep: limits and prices reach each router by themselves, and no command tells when
         Load(fabric, keys).send()
         listed = run_kvloom("prices", "list", "--json", env=fabric.env)
         (folder / "prices.json").write_text(listed.stdout)

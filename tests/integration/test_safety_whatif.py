@@ -41,7 +41,7 @@ mode = "%(mode)s"
 """
 WORDS = ("the", "launch", "code", "l\u0430unch", "c0de", "zebra", "AKIA", "AKIA0123456789ABCDEF", "4111 1111 1111 1111")
 MORE = ("is", "fine", "r\\u0061", "la\u200bunch", "\U0001f642", "4111 1111 1111 1112", "codec", "Launch")
-NUM_REQUESTS = num_examples(25)
+NUM_REQUESTS = num_examples(40)
 
 
 def some_text(rng: random.Random) -> str:

@@ -80,7 +80,7 @@ class FleetAccess:
         # Imported here, because most fabrics are one machine, whose supervisor tells all.
         import redis.exceptions
 
-        from tools.supervisor.fleet_records import FleetRegistry
+        from tools.supervisor.fleet_registry import FleetRegistry
 
         registry = FleetRegistry(self.config.redis, self.trust.sealer)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvloom_common.metrics.buckets import TOKEN_SECONDS
 from kvloom_common.metrics.table import MetricTable
 
 TABLE: Final = MetricTable("epp")
@@ -15,7 +16,7 @@ PICK_SECONDS: Final = TABLE.histogram(
     "kvloom_epp_pick_seconds",
     "seconds",
     "From the end of a request's body to the choice of its engine.",
-    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
+    buckets=TOKEN_SECONDS,
 )
 REQUESTS: Final = TABLE.counter(
     "kvloom_epp_requests",

@@ -20,6 +20,7 @@ readiness.py           checks whether the fabric is ready
 named_models.py        models that the configuration names and that nothing serves
 tenant_tables.py       which edges and routers do not follow the table of tenants
 fleet_records.py       what the registry says about the whole fleet
+fleet_registry.py      reads it
 joining.py             what a machine checks and completes before it joins a fleet
 bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs

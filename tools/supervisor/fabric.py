@@ -31,7 +31,7 @@ from tools.supervisor.config_reload import ConfigReload, ConfigSource
 from tools.supervisor.detach import has_terminal
 from tools.supervisor.fabric_commands import FabricCommands
 from tools.supervisor.fabric_readiness import FabricReadiness
-from tools.supervisor.fleet_records import FleetRegistry
+from tools.supervisor.fleet_registry import FleetRegistry
 from tools.supervisor.logs.files import log_paths
 from tools.supervisor.models.adapters import AdapterChanges
 from tools.supervisor.models.changes import ModelChanges, Resolve

@@ -11,7 +11,8 @@ import redis.exceptions
 from kvloom_common.config import KvloomConfig
 from kvloom_common.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
-from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.fleet_records import FleetRecords
+from tools.supervisor.fleet_registry import FleetRegistry
 from tools.supervisor.models.changes import ModelChanges
 from tools.supervisor.process_specs import started_roles
 from tools.supervisor.readiness import (

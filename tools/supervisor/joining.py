@@ -18,7 +18,8 @@ from kvloom_common.discovery.announcer import name_owner
 from kvloom_common.trust.fabric_trust import FabricTrust
 from kvloom_common.trust.secret import ENVIRONMENT_VARIABLE
 from tools.failures import CommandError
-from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.fleet_records import FleetRecords
+from tools.supervisor.fleet_registry import FleetRegistry
 from tools.supervisor.process_specs import possible_roles, started_roles, supervisor_name
 from tools.supervisor.reporters import Reporter
 from tools.supervisor.service.client import UnreachableError, remote_supervisor
