@@ -49,10 +49,14 @@ async def erased(world: StateWorld, key: str = ADMIN_KEY, **body: Any) -> dict[s
     """The record of an erasure that has ended."""
     status, made = await asked(world, "POST", "/erasures", body, key)
     assert (status, made.get("status")) == (200, "in_progress"), made
+    return await ended(world, made["id"], key)
+
+
+async def ended(world: StateWorld, erasure: str, key: str = ADMIN_KEY) -> dict[str, Any]:
     async with world.jobs():
 
         async def record() -> Any:
-            _, found = await asked(world, "GET", f"/erasures/{made['id']}", key=key)
+            _, found = await asked(world, "GET", f"/erasures/{erasure}", key=key)
             return found["status"] == "completed" and found
 
         return await eventually(record, "the end of the erasure")
@@ -167,6 +171,19 @@ async def test_an_erasure_concerns_whom_its_key_administers(world: StateWorld) -
     assert (await erased(world, safety_identifier="nobody"))["counts"] == {}
     assert (await asked(world, "GET", f"/erasures/{record['id']}", key=OTHER_KEY))[0] == 403
     assert (await world.other.responses.retrieve(kept.id)).id == kept.id
+
+
+async def test_an_erasure_that_is_taken_over_erases_nobody_else(world: StateWorld) -> None:
+    """The process before died when the user's objects, and with them the user's name in the record, were gone. The next
+    one took a record without a name for one of the whole tenant."""
+    world.edge.link.script = answer("hello")
+    kept = await world.client.responses.create(model="tiny", input="hello", safety_identifier=OTHER_USER)
+    _, made = await asked(world, "POST", "/erasures", {"safety_identifier": USER})
+    async with world.database.writing() as connection:
+        one = await objects.get(connection, TENANT, "erasure", made["id"], world.now)
+        await objects.change(connection, TENANT, one.id, {**one.body, "user": None})
+    assert (await ended(world, made["id"]))["counts"] == {}
+    assert (await world.client.responses.retrieve(kept.id)).id == kept.id
 
 
 async def test_what_is_too_old_is_deleted(world: StateWorld) -> None:
