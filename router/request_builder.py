@@ -35,7 +35,8 @@ from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
 
 NO_SALTS: Final = CacheSalts(b"")
 MAX_GUARDRAILS: Final = 32
-MAX_SAFETY_IDENTIFIER_CHARS: Final = 128
+MAX_SAFETY_IDENTIFIER_CHARS: Final = 512
+"""Agents name their installation, account and session in it: Claude Code takes some 200 characters."""
 NO_CLASSES: Final[Mapping[str, PriorityClass]] = {}
 _BUILT_IN: Final = {one.name: one for one in CLASS_OF_TIER.values()}
 _TIERS: Final[Mapping[int, TierRank]] = {
