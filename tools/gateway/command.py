@@ -11,7 +11,6 @@ import structlog
 from prometheus_client import REGISTRY
 
 from kvloom.v1.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
-from kvloom_common.access.exposure import is_loopback
 from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.config import ConfigError, KvloomConfig
 from kvloom_common.metrics.server import MetricsServer
@@ -25,6 +24,7 @@ from tools.failures import CommandError
 from tools.gateway.picker_service import SERVICE_NAME, Gateway
 from tools.gateway.pool import Pool, pool_of, read_pool
 from tools.gateway.prompts import PromptReader
+from tools.listener_options import check_listener, listener_options
 from tools.options import config_option, load_config_file, option
 
 NAME: Final = "epp"
@@ -50,18 +50,7 @@ log = structlog.get_logger()
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="The directory with the model's tokenizer and chat template, which KV events need.",
 )
-@option("--host", scope="epp", default="127.0.0.1", show_default=True, help="The address on which Envoy is served.")
-@option(
-    "--port",
-    scope="epp",
-    type=click.IntRange(0, 65535),
-    default=9002,
-    show_default=True,
-    metavar="N",
-    help="Its port. 0 picks one.",
-)
-@option("--metrics-port", scope="epp", type=click.IntRange(0, 65535), metavar="N", help="Serve /metrics there.")
-@option("--insecure", scope="epp", is_flag=True, help="Listen on other addresses than loopback without TLS.")
+@listener_options("epp", "Envoy", port=9002)
 @config_option
 def epp(
     pool_file: Path | None,
@@ -78,11 +67,7 @@ def epp(
     config = load_config_file(config_file)
     if (pool_file is None) == (not addresses):
         raise CommandError("give either --pool FILE or --endpoint IP:PORT")
-    if not (is_loopback(host) or config.tls.certificate_file or insecure):
-        raise CommandError(
-            f"{host} can be reached from other machines: give a certificate (tls.certificate_file, tls.key_file), or "
-            "accept with --insecure that prompts can be read on their way"
-        )
+    check_listener(host, config, "prompts can be read on their way", insecure=insecure)
     try:
         pool = pool_of(addresses) if pool_file is None else read_pool(pool_file)
         tokenizer = None if tokenizer_dir is None else ModelTokenizer.load(tokenizer_dir)

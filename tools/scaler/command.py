@@ -17,7 +17,6 @@ from rich.table import Table
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1 import external_scaler_pb2
 from kvloom.v1.external_scaler_pb2_grpc import add_ExternalScalerServicer_to_server
-from kvloom_common.access.exposure import is_loopback
 from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.metrics.exporter import open_metrics
 from kvloom_common.process import service
@@ -27,6 +26,7 @@ from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from tools.failures import CommandError
 from tools.fleet.members import FleetAccess
+from tools.listener_options import check_listener, listener_options
 from tools.options import Seconds, config_option, data_dir_option, option
 from tools.scaler.policy import ScalingTargets
 from tools.scaler.servicer import ExternalScaler
@@ -41,18 +41,7 @@ log = structlog.get_logger()
 
 
 @click.command()
-@option("--host", scope="scaler", default="127.0.0.1", show_default=True, help="The address on which KEDA is served.")
-@option(
-    "--port",
-    scope="scaler",
-    type=click.IntRange(0, 65535),
-    default=8090,
-    show_default=True,
-    metavar="N",
-    help="Its port. 0 picks one.",
-)
-@option("--metrics-port", scope="scaler", type=click.IntRange(0, 65535), metavar="N", help="Serve /metrics there.")
-@option("--insecure", scope="scaler", is_flag=True, help="Listen on other addresses than loopback without TLS.")
+@listener_options("scaler", "KEDA", port=8090)
 @option(
     "--ttft",
     "ttft_seconds",
@@ -106,11 +95,8 @@ def scaler(
     if once:
         Console(highlight=False).print(asyncio.run(_once(access, targets)))
         return
-    if not (is_loopback(host) or access.config.tls.certificate_file or insecure):
-        raise CommandError(
-            f"{host} can be reached from other machines: give a certificate (tls.certificate_file, tls.key_file), or "
-            "accept with --insecure that who reaches it reads how many shards there should be"
-        )
+    risk = "who reaches it reads how many shards there should be"
+    check_listener(host, access.config, risk, insecure=insecure)
     service.run_service(_serve(access, targets, host, port, metrics_port))
 
 
