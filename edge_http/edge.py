@@ -96,7 +96,7 @@ class Edge:
             *((CacheUseHeaders(),) if config.router.result_cache.enabled else ()),
             *((ReceiptDetails(),) if config.router.receipts.enabled else ()),
         )
-        """Those that are on."""
+        """The features that are on."""
         classes = [one.name for one in config.router.classes]
         self.class_names: frozenset[str] = BUILT_IN_CLASSES.union(classes) if classes else frozenset()
         """The classes of requests (docs/concepts/scheduling.md), with the built-in ones, if any is declared."""

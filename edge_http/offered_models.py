@@ -50,7 +50,7 @@ class OfferedModels:
             self.check(request, (*names, *(more or ())))
 
     def usable(self, request: web.BaseRequest, names: Iterable[str]) -> Iterable[str]:
-        """Those of these models, adapters and routes that the caller may use."""
+        """Returns which of these models, adapters and routes the caller may use."""
         principal = self._callers.principal_of(request)
         return names if principal is None else usable(principal, names, self.by_name)
 

@@ -34,7 +34,7 @@ class RouterRecords:
     metrics: RouterMetrics
     decisions: DecisionLog
     writers: Sequence[DecisionWriter] = ()
-    """Those of the files of the decision log and of the incident log, if there are any."""
+    """The writers of the decision log and of the incident log, of which there may be none."""
     usage_records: UsageRecords = dataclasses.field(default_factory=UsageRecords)
     suspensions: Suspensions = dataclasses.field(default_factory=Suspensions)
     metering: Metering | None = None

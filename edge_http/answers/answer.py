@@ -112,7 +112,7 @@ class EdgeAnswer(abc.ABC):
         self.bill: AnswerBill | None = None
         """None without tenants."""
         self.features: Sequence[AnswerFeature] = ()
-        """Those that are on."""
+        """The features that are on."""
 
     # --- Sink
 

@@ -139,7 +139,7 @@ class ErasureWork:
 
 
 def _body(connection: AsyncConnection, tenant: str, row: Any) -> Mapping[str, Any]:
-    """Nothing, if it was encrypted with a secret that is lost: nobody can read it any more."""
+    """Nothing, if it was encrypted with a secret that is lost: it cannot be read any more."""
     try:
         return body_of(connection, tenant, row)
     except KvloomError:

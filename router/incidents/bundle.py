@@ -30,8 +30,8 @@ class LoggedRun:
 
 
 def read_runs(lines: Iterable[bytes]) -> list[LoggedRun]:
-    """All runs with events, oldest first: the lines of a router without a gap. A router that starts anew begins another
-    one, and so does one that could not write for a while. Raises ValueError for a file of another version."""
+    """All runs with events, oldest first: the lines of a router without a gap. A router that starts again begins
+    another one, and so does one that could not write for a while. Raises ValueError for a file of another version."""
     runs: list[LoggedRun] = []
     run: LoggedRun | None = None
     for line in lines:

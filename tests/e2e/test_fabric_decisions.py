@@ -16,7 +16,7 @@ NUM_CONVERSATIONS = 12
 NUM_TURNS = 3
 NUM_TOKENS = 4
 NUM_SHARDS = 2
-"""Those of the fabric."""
+"""The number of the fabric's shards."""
 pytestmark = pytest.mark.xdist_group("sim")
 
 

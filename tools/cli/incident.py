@@ -29,7 +29,7 @@ def incident() -> None:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="The run of the log, counted from the end: a router that starts anew begins one, and so does a gap.",
+    help="The run of the log, counted from the end: a router that starts again begins one, and so does a gap.",
 )
 @data_dir_option
 @config_option

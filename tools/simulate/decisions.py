@@ -59,7 +59,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
     error_reason: int
     """An ErrorReason; 0: none."""
     num_output_tokens: int
-    """Those of all choices."""
+    """The tokens of all choices."""
     call: Call
     """Its id is set to the order of arrival after all lines are read."""
 
@@ -89,7 +89,7 @@ class Replay:
     requests: Sequence[RecordedRequest]
     """The requests for the replayed model that were placed, by arrival."""
     refused: Sequence[RecordedRequest]
-    """Those that never were, by arrival."""
+    """The requests that were refused before a placement, by arrival."""
     notes: Sequence[str]
     """Remarks for the reader of the figures."""
 

@@ -61,9 +61,9 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     refused: int
-    """Those that were answered with status 429."""
+    """The number of requests that were answered with status 429."""
     failed: int
-    """Those that ended with another error."""
+    """The number of requests that ended with another error."""
     ttft_p50: float | None
     ttft_p99: float | None
     num_output_tokens: int

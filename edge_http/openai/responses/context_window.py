@@ -2,8 +2,9 @@
 
 Instructions of the system stay, and so do the last turns. When a conversation no longer fits, so many of its earliest
 turns are left out that only half of the room is used: until that has filled up again, each prompt begins with the
-prompt before it, so that the prefix cache has it. (With as few turns left out as possible, each prompt would begin
-anew.) What is left out follows from the conversation alone, and so nothing needs to be remembered between requests.
+prompt before it, so that the prefix cache has it. (With as few turns left out as possible, each prompt would have
+another beginning.) What is left out follows from the conversation alone, and so nothing needs to be remembered between
+requests.
 """
 
 from __future__ import annotations

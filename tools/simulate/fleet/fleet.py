@@ -71,7 +71,7 @@ class FleetOptions:
     scaler: FleetScaler | None = None
     """Decides how many of the shards there are. None: all of them, all the time."""
     limits: SimulatedLimits | None = None
-    """The limits of the tenants of calls. None: nobody has any, and answers end where they ended."""
+    """The limits of the tenants of calls. None: there are none, and answers end where they ended."""
     max_model_len: int = 2**40
     """The window of the shards in tokens, which bounds what a call without `max_tokens` may cost."""
     on_action: Callable[[Action, float], None] | None = None
