@@ -152,6 +152,7 @@ def assemble(
         meters_usage=config.control.enabled,
         caches_results=config.router.result_cache.enabled,
         gives_receipts=config.router.receipts.enabled,
+        holds_calls=link is not None and config.safety.answer_mode == "gate",
         classes=classes,
         prefers_others=core.prefers_others if config.router.brownout.enabled else None,
         tickets=tickets,

@@ -6,14 +6,47 @@ from collections.abc import Sequence
 
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, FINISH_REASON_TOOL_CALLS
-from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputPart
+from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputForm, OutputPart
 from kvloom_common.conversation.call_ids import tool_call_id
-from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.conversation.model_output import parser_of
+from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from kvloom_common.parsers.output_parser import holds_back, make_parser
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.events import ChoiceSpec
+
+
+class ParsedCalls:
+    """Finds the calls in the output of one choice. It is a CallReader of the core."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._is_open = False
+
+    def read(self, delta: str) -> tuple[bool, bool]:
+        has_begun = False
+        for event in self._parser.feed(delta):
+            if isinstance(event, ToolCallStart):
+                self._is_open = has_begun = True
+            elif isinstance(event, ToolCallEnd):
+                self._is_open = False
+        return self._is_open or holds_back(self._parser), has_begun
+
+
+def call_reader(
+    form: OutputForm, tokenizer: ModelTokenizer | None, shown_special_token_ids: Sequence[int], choice: ChoiceSpec
+) -> ParsedCalls:
+    """The reader for what follows on the choice's delivered output."""
+    reader = ParsedCalls(parser_of(form))
+    if tokenizer is not None and choice.num_delivered_chars:
+        reader.read(_delivered_text(choice, tokenizer, shown_special_token_ids))
+    return reader
+
+
+def _delivered_text(choice: ChoiceSpec, tokenizer: ModelTokenizer, shown_special_token_ids: Sequence[int]) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, shown_special_token_ids=shown_special_token_ids)
+    return detokenizer.push(choice.output_token_ids)[: choice.num_delivered_chars]
 
 
 class ParsedOutput:
@@ -33,9 +66,7 @@ class ParsedOutput:
         """Bring the parsers to where those of another router were when the client received its last update."""
         for choice in choices:
             if choice.num_delivered_chars:
-                detokenizer = IncrementalDetokenizer(tokenizer, shown_special_token_ids=shown_special_token_ids)
-                text = detokenizer.push(choice.output_token_ids)[: choice.num_delivered_chars]
-                self._parser(choice.index).feed(text)
+                self._parser(choice.index).feed(_delivered_text(choice, tokenizer, shown_special_token_ids))
                 self._num_chars[choice.index] = choice.num_delivered_chars
 
     def parse(self, deltas: Sequence[ChoiceDelta]) -> None:

@@ -21,8 +21,9 @@ from kvloom.objectives import check_objectives
 from kvloom.sampling import draw_seed, is_greedy, max_cached_tokens
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
+from kvloom.v1.router_service_pb2 import GenerateRequest, OutputForm, Submit
 from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.conversation.model_output import parser_of
 from kvloom_common.kv_share import KvShare
 from kvloom_common.models.served_model import ServedModel
 from router import convert
@@ -31,6 +32,7 @@ from router.continuation_tickets import ContinuationTickets, digest_of
 from router.core.events import ChoiceSpec, Request, TierRank
 from router.core.objectives import Objectives
 from router.core.priority_classes import CLASS_OF_TIER, ROUTERS_OWN, PriorityClass
+from router.parsed_output import call_reader
 from router.prompt_checks import MAX_NAME_CHARS, PromptChecks
 
 NO_SALTS: Final = CacheSalts(b"")
@@ -62,6 +64,7 @@ class RequestBuilder:
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
+        holds_calls: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         tickets: ContinuationTickets | None = None,
     ) -> None:
@@ -77,6 +80,8 @@ class RequestBuilder:
             self._extras.append(partial(_share, kv_share_of))
         if meters_usage:
             self._extras.append(_usage)
+        if holds_calls:
+            self._extras.append(_calls)
         if caches_results or gives_receipts:
             self._extras.append(partial(_kept, caches_results, gives_receipts))
 
@@ -247,6 +252,21 @@ def _usage(request: Request, submit: Submit, _wanted: GenerateRequest, model: Se
         changes["num_ended_reasoning_tokens"] = min(submit.num_ended_reasoning_tokens, submit.num_ended_tokens)
     changes["count_reasoning"] = ReasoningCounter(spec, model.tokenizer, request.prompt_token_ids)
     return changes
+
+
+def _calls(request: Request, submit: Submit, _wanted: GenerateRequest, model: ServedModel | None) -> Mapping[str, Any]:
+    """Add what tells calls from text in gated answers. Raises KvloomError (INVALID_ARGUMENT)."""
+    if not submit.HasField("output_form"):
+        return {}
+    form = OutputForm()
+    form.CopyFrom(submit.output_form)
+    try:
+        parser_of(form)
+    except ValueError as error:
+        raise invalid_argument(f"output_form: {error}", "output_form") from error
+    assert isinstance(request.sampling, SamplingParams)
+    tokenizer = None if model is None else model.tokenizer
+    return {"call_reader": partial(call_reader, form, tokenizer, request.sampling.shown_special_token_ids)}
 
 
 def _safety(wanted: GenerateRequest) -> Mapping[str, Any]:

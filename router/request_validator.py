@@ -23,7 +23,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
 from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.conversation.call_guide import ToolPlace
-from kvloom_common.conversation.model_output import fit_to_parser, prompted
+from kvloom_common.conversation.model_output import fit_to_parser, output_form, prompted
 from kvloom_common.conversation.prompt import conversation_prompt, num_written_chars
 from kvloom_common.conversation.tool_plan import ToolPlan, plan_tools
 from kvloom_common.kv_share import KvShare
@@ -105,13 +105,14 @@ class RequestValidator:
         meters_usage: bool = False,
         caches_results: bool = False,
         gives_receipts: bool = False,
+        holds_calls: bool = False,
         classes: Mapping[str, PriorityClass] = NO_CLASSES,
         prefers_others: Callable[[str, TierRank], bool] | None = None,
         tickets: ContinuationTickets | None = None,
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
-        are none. `meters_usage`: requests get what usage records need. `classes`: those that are declared, with the
+        are none. `meters_usage`: requests get what usage records need. `holds_calls`: answers are gated. `classes`: those that are declared, with the
         built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
         is. `tickets`: of answers of clients outside the fabric; None: there are no such clients."""
         self._models = models
@@ -127,6 +128,7 @@ class RequestValidator:
             meters_usage=meters_usage,
             caches_results=caches_results,
             gives_receipts=gives_receipts,
+            holds_calls=holds_calls,
             classes=classes,
             tickets=tickets,
         )
@@ -256,6 +258,7 @@ class RequestValidator:
             traceparent=traceparent,
             client_request_id=client_request_id,
             num_ended_tokens=sum(len(choice.token_ids) for choice in wanted.partial_choices if choice.done),
+            output_form=output_form(parser, plan.tools),
         )
         prompt, num_choices = (token_ids, text), wanted.n or 1
         request = self._builder.build(

@@ -48,7 +48,7 @@ from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.v1.router_service_pb2 import TIER_BATCH
-from kvloom_common.conversation.model_output import fit_to_parser
+from kvloom_common.conversation.model_output import fit_to_parser, output_form
 from kvloom_common.limits.byte_budget import ByteLease
 
 
@@ -276,6 +276,9 @@ def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name
     """Make the submission of a job whose response has that id."""
     timeout_seconds = seconds_left(edge, job)
     requests = link_requests(edge, request, job, job.prompts, name, timeout_seconds)
+    if job.shape.tools and (form := output_form(job.shape.parser, job.shape.tools)) is not None:
+        for each in requests:
+            each.submit.output_form.CopyFrom(form)
     if job.carried is not None and (progress := job.carried.progress(job.model.tokenizer, job.stop)) is not None:
         [only] = requests
         only.partial_choices, only.is_new = [progress], True

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from kvloom.conversation.tools import Tool
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import OutputForm
 from kvloom_common.config import ConfigError, ModelConfig
 from kvloom_common.parsers import registry
 from kvloom_common.parsers.sniff import sniff, starts_in_reasoning
-from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 from kvloom_common.text.chat_template import read_json
 from kvloom_common.text.tokenizer import ModelTokenizer
 
@@ -39,6 +43,25 @@ def model_output(config: ModelConfig, folder: Path | None, tokenizer: ModelToken
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     return found
+
+
+def output_form(spec: ParserSpec | None, tools: Iterable[Tool | ToolSchema]) -> OutputForm | None:
+    """The message by which calls of these tools are found; None if none are."""
+    if spec is None or not spec.tools:
+        return None
+    return OutputForm(
+        tools=spec.tools,
+        reasoning=spec.reasoning,
+        starts_in_reasoning=spec.starts_in_reasoning,
+        only_calls=spec.only_calls,
+        tool_names=[tool.name for tool in tools],
+    )
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    """A parser that finds these calls. Raises ValueError for a family that does not exist."""
+    spec = ParserSpec(form.tools, form.reasoning, form.starts_in_reasoning, form.only_calls)
+    return make_parser(spec, [ToolSchema(name) for name in form.tool_names])
 
 
 def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:

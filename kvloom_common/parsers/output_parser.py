@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from kvloom_common.parsers.events import Event, TextDelta
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 
-__all__ = ["OutputParser", "ParserSpec", "PlainParser", "ToolSchema", "make_parser"]
+__all__ = ["OutputParser", "ParserSpec", "PlainParser", "ToolSchema", "holds_back", "make_parser"]
 
 
 class PlainParser:
     """All of the output is text."""
 
     num_tool_calls = 0
+    holds_back = False
 
     def feed(self, text: str) -> list[Event]:
         return [TextDelta(text)] if text else []
@@ -36,6 +37,10 @@ class StagedParser:
     def num_tool_calls(self) -> int:
         return self._tools.num_tool_calls
 
+    @property
+    def holds_back(self) -> bool:
+        return holds_back(self._reasoning) or holds_back(self._tools)
+
     def feed(self, text: str) -> list[Event]:
         return self._through_tools(self._reasoning.feed(text))
 
@@ -52,6 +57,11 @@ class StagedParser:
             else:
                 through.append(event)
         return through
+
+
+def holds_back(parser: OutputParser) -> bool:
+    """OutputParser.holds_back, which plugins' parsers may lack."""
+    return getattr(parser, "holds_back", True)
 
 
 def make_parser(spec: ParserSpec, tools: Sequence[ToolSchema] = ()) -> OutputParser:

@@ -17,6 +17,12 @@ class OutputParser(Protocol):
         """How many calls have begun."""
         ...
 
+    @property
+    def holds_back(self) -> bool:
+        """True while some of the text, and not only whitespace, is in no event and may yet become a call. For a plugin's
+        parser without this property it counts as True."""
+        ...
+
     def feed(self, text: str) -> list[Event]:
         """The events that this text completes. After any text they depend on all text so far, not on how it was
         split: a parser is restored by feeding it what its predecessor got."""

@@ -17,6 +17,7 @@ rule_settings.py         the keys that rules follow, and what no operator can ch
 request_hook.py          where a rule that is off by default meets requests
 request_usage.py         what a usage record needs of a request
 degradation.py           how an answer was degraded when its request was admitted
+held_calls.py            the tool calls in such output, none of which is sent in part
 uncleared_output.py      output of a choice that its client must not see yet
 action_buffer.py         collects the actions of one event
 shard_event_handler.py   handles the events of shards

@@ -45,6 +45,15 @@ OWN_CLIENT_IDS: Final = frozenset({SHADOW_CLIENT_ID, JUDGE_CLIENT_ID})
 """The client names of the requests of those tiers."""
 
 
+class CallReader(Protocol):
+    """Finds the tool calls in the output of one choice."""
+
+    def read(self, delta: str) -> tuple[bool, bool]:
+        """(True when the output so far ends within a call, or within what may become one; True when a call has begun in
+        this text)"""
+        ...
+
+
 class ChoiceSpec(msgspec.Struct, frozen=True):
     """One requested choice. `slot` belongs to the client's stream."""
 
@@ -126,6 +135,8 @@ class Request(msgspec.Struct, frozen=True):
     count_reasoning: Callable[[Sequence[int]], int] | None = None
     """How many of a choice's output tokens are reasoning: a pure function, called when the choice ends. None: usage is
     not metered, or the model writes none."""
+    call_reader: Callable[[ChoiceSpec], CallReader] | None = None
+    """Makes what finds the calls in a choice whose answer is gated. None: they are not told from text."""
     is_cacheable: bool = False
     """True when its answer may come from the result cache and enter it, as far as the request itself says."""
     wants_receipt: bool = False

@@ -8,6 +8,7 @@ from collections import Counter
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.fleet.fleet import Fleet
+from router.core.held_calls import MAX_CALL_SHARE
 from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement.placer import Placer
@@ -125,6 +126,7 @@ def _check_request(live: LiveRequest, fleet: Fleet) -> None:
             assert fleet.shards[choice.shard_id].choices[choice.shard_slot] is choice
         if choice.withheld is not None:
             assert choice.withheld.num_tokens == sum(len(entry[0]) for entry in choice.withheld.entries)
-            assert choice.withheld.num_tokens <= live.max_uncleared_tokens
+            max_tokens = live.max_uncleared_tokens * (1 if choice.withheld.calls is None else MAX_CALL_SHARE)
+            assert choice.withheld.num_tokens <= max_tokens
         else:
             assert not live.prompt_verdict_open

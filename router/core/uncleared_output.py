@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from router.core.frames import Finish, Start
+from router.core.held_calls import HeldCalls
 
 WithheldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 """Token ids, their text, the number of characters up to its end, logprobs."""
@@ -19,9 +20,11 @@ class UnclearedOutput:
     entries and the counters themselves.
     """
 
-    __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
+    __slots__ = ("calls", "entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
 
-    def __init__(self, num_clear_chars: int | None) -> None:
+    def __init__(self, num_clear_chars: int | None, calls: HeldCalls | None = None) -> None:
+        self.calls = calls
+        """None: what is clear is sent at once."""
         self.entries: deque[WithheldEntry] = deque()
         self.num_tokens = 0
         self.start: Start | None = None
@@ -41,6 +44,8 @@ class UnclearedOutput:
     def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
         """Remove and return everything that may be shown, as one entry. A token is never split."""
         entries, clear = self.entries, self.num_clear_chars
+        if clear is not None and self.calls is not None:
+            clear = self.calls.limit(clear)
         if not entries or (clear is not None and entries[0][2] > clear):
             return None
         token_ids, delta, _, logprobs = entries.popleft()
@@ -68,8 +73,10 @@ class UnclearedOutput:
         return last_char, "".join(texts)
 
     def cut(self, num_chars: int) -> int:
-        """Drop everything after `num_chars`, which clears the rest. Returns how many tokens were dropped. A delta that
-        straddles the limit is cut, and its tokens are dropped."""
+        """Drop everything after `num_chars`, and a call that is not over there, which clears the rest. Returns how many
+        tokens were dropped. A delta that straddles the limit is cut, and its tokens are dropped."""
+        if self.calls is not None:
+            num_chars = self.calls.limit(num_chars)
         kept: deque[WithheldEntry] = deque()
         num_kept_tokens = 0
         for token_ids, delta, end, logprobs in self.entries:

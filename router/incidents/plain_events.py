@@ -15,7 +15,7 @@ import msgspec
 from kvloom.errors import KvloomError
 from router.core import events as ev
 from router.core.dispatch.prefill_handoffs import HandoffAbilities
-from router.core.events import CachedChoice, Event, Request, TextFilter
+from router.core.events import CachedChoice, CallReader, Event, Request, TextFilter
 from router.core.frames import Finish, Start, Step
 
 CHARACTER: Final = "x"
@@ -39,6 +39,26 @@ class WitnessedFilter:
 
     def __reduce__(self) -> tuple[type[WitnessedFilter], tuple[None, deque[bool]]]:
         return WitnessedFilter, (None, self._verdicts)
+
+
+class WitnessedCalls:
+    """A reader of calls whose findings are noted as verdicts of filters are, or one that repeats them."""
+
+    def __init__(self, reader: CallReader | None, verdicts: deque[bool]) -> None:
+        """`reader`: None repeats the verdicts."""
+        self._reader = reader
+        self._verdicts = verdicts
+
+    def read(self, delta: str) -> tuple[bool, bool]:
+        verdicts = self._verdicts
+        if self._reader is None:
+            return (verdicts.popleft(), verdicts.popleft()) if len(verdicts) > 1 else (False, False)
+        found = self._reader.read(delta)
+        verdicts.extend(found)
+        return found
+
+    def __reduce__(self) -> tuple[type[WitnessedCalls], tuple[None, deque[bool]]]:
+        return WitnessedCalls, (None, self._verdicts)
 
 
 def error_without_text(reason: int, retry_after_seconds: float) -> KvloomError:
@@ -74,6 +94,7 @@ def without_content(request: Request, abilities: HandoffAbilities) -> Request:
         traceparent="",
         issue_ticket=None,
         count_reasoning=None,
+        call_reader=None,
     )
 
 
@@ -97,7 +118,8 @@ def to_plain(event: Event, abilities: HandoffAbilities) -> Any:
                 for choice in event.cached
             ]
             has_ticket = event.ticket is not None
-            return [small, len(request.prompt_token_ids), outputs, has_ticket, event.result_cache, cached]
+            has_reader = event.request.call_reader is not None
+            return [small, len(request.prompt_token_ids), outputs, has_ticket, event.result_cache, cached, has_reader]
         case ev.SafetyUp():
             filters = [event.prefilter is not None, event.prompt_filter is not None]
             return [event.screens_prompts, event.screens_answers, *filters]
@@ -123,7 +145,7 @@ def from_plain(name: str, plain: Any, verdicts: deque[bool]) -> Event:
             found = [from_plain(part, content, verdicts) for part, content in parts]
             return ev.FrameArrived(shard_id, found)  # pyright: ignore[reportArgumentType]
         case "RequestArrived":
-            return _request_arrived(plain)
+            return _request_arrived(plain, verdicts)
         case "SafetyUp":
             screens_prompts, screens_answers, *has_filters = plain
             filters = [WitnessedFilter(None, verdicts) if has_filter else None for has_filter in has_filters]
@@ -136,9 +158,11 @@ def encode(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def _request_arrived(plain: Any) -> ev.RequestArrived:
-    small, num_prompt_tokens, outputs, has_ticket, result_cache, cached = plain
+def _request_arrived(plain: Any, verdicts: deque[bool]) -> ev.RequestArrived:
+    small, num_prompt_tokens, outputs, has_ticket, result_cache, cached, *has_reader = plain
     request = _convert(small, Request)
+    if any(has_reader):
+        request = msgspec.structs.replace(request, call_reader=lambda _: WitnessedCalls(None, verdicts))
     choices = [
         msgspec.structs.replace(choice, output_token_ids=(0,) * count)
         for choice, count in zip(request.choices, outputs, strict=True)

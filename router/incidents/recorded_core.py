@@ -22,7 +22,7 @@ from router.core.live import LiveRequest, StreamClient
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.incidents.checkpoint import checkpoint
 from router.incidents.decided import Decision, decisions, raised
-from router.incidents.plain_events import WitnessedFilter, encode, to_plain
+from router.incidents.plain_events import WitnessedCalls, WitnessedFilter, encode, to_plain
 
 log = structlog.get_logger()
 
@@ -70,7 +70,7 @@ class Recorder:
                 rest = event.read_rest()
                 return ev.TokensOnlyFrame(event.shard_id, event.step, lambda: rest)
             case ev.RequestArrived():
-                return msgspec.structs.replace(event, request=self._hashed(event.request))
+                return msgspec.structs.replace(event, request=self._witnessed_calls(self._hashed(event.request)))
             case ev.SafetyUp():
                 filters = {"prefilter": event.prefilter, "prompt_filter": event.prompt_filter}
                 return msgspec.structs.replace(event, **{name: self._witnessed(one) for name, one in filters.items()})
@@ -95,6 +95,12 @@ class Recorder:
         return msgspec.structs.replace(
             request, block_hashes={size: live.prompt_hashes(size) for size in sorted(self._block_sizes)}
         )
+
+    def _witnessed_calls(self, request: Request) -> Request:
+        reader, verdicts = request.call_reader, self.verdicts
+        if reader is None:
+            return request
+        return msgspec.structs.replace(request, call_reader=lambda choice: WitnessedCalls(reader(choice), verdicts))
 
     def _witnessed(self, text_filter: TextFilter | None) -> TextFilter | None:
         return None if text_filter is None else WitnessedFilter(text_filter, self.verdicts)

@@ -43,7 +43,10 @@ WRITTEN = {
     "spelled arguments": CALL % ("f", r"so \u006caunch\u0020code"),
     "spaced arguments": CALL % ("f", r"l\na\nu\nn\nc\nh\nc\no\nd\ne"),
     "name": CALL % ("launch-code", "x"),
+    "end of the arguments": CALL % ("f", "x" * 99 + " launch code"),
 }
+CALL_SIGNS = ('"tool_calls":[', '"type":"function_call"', '"type":"tool_use"', "tool_call_start")
+"""What begins a call in some API."""
 STOPPED = "so the launch "
 """Followed by a stop string, it is forbidden."""
 BODIES: dict[str, dict[str, Any]] = {
@@ -92,13 +95,15 @@ def is_forbidden(text: str) -> bool:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_no_api_shows_it(fabric: tuple[ScreenedWorld, WritingEngine], path: str) -> None:
-    """Tokens, their log-probabilities, calls and thoughts wait for the verdict on the text that they are made of."""
+    """Tokens, their log-probabilities and thoughts wait for the verdict on the text that they are made of, and calls for
+    that on all of the call: none has begun."""
     world, engine = fabric
     for (kind, written), is_stream in itertools.product(WRITTEN.items(), (False, True)):
         engine.answer = world.tokenizer.encode_now(written)
         status, body = await world.post(path, {"model": "tiny", "stream": is_stream, **BODIES[path]})
         assert status == 200, (kind, body)
         assert not any(map(is_forbidden, seen_texts(body))), (kind, is_stream, body)
+        assert path == "/v1/completions" or not any(sign in body for sign in CALL_SIGNS), (kind, is_stream, body)
         assert ENDS[path] in body, (kind, is_stream, body)
 
 
@@ -140,4 +145,7 @@ async def test_no_generate_shows_it(fabric: tuple[ScreenedWorld, WritingEngine])
                 finishes += [delta.finish] if delta.HasField("finish") else []
         assert not is_forbidden(world.tokenizer.decode(ids)), (kind, ids)
         assert not is_forbidden(texts), kind
+        assert not any(sign in texts for sign in CALL_SIGNS), kind
+        # A call of an unknown tool is text.
+        assert kind == "name" or "tool_call" not in world.tokenizer.decode(ids), kind
         assert [finish.reason for finish in finishes] == [FINISH_REASON_CONTENT_FILTER] * 2, kind

@@ -30,6 +30,10 @@ class GrammarParser(TextInput):
     def num_tool_calls(self) -> int:
         return self.events.num_tool_calls
 
+    @property
+    def holds_back(self) -> bool:
+        return any(piece.strip(SPACE) for piece in self.held) or bool(self.text[self.position :].strip(SPACE))
+
     def grammar(self) -> Steps[None]:
         """The family's grammar, of which nothing has been read. It ends with the output (EndOfOutput)."""
         raise NotImplementedError

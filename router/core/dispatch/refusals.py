@@ -156,6 +156,13 @@ def deadline_exceeded(live: LiveRequest) -> KvloomError:
 SERVICE_AWAY = "The safety service cannot be reached"
 
 
+def content_filtered(message: str) -> KvloomError:
+    """The safety policy does not allow a text; "": it does not say why."""
+    return KvloomError(
+        ErrorReason.ERROR_REASON_CONTENT_FILTERED, message or "The safety policy does not allow this content."
+    )
+
+
 def safety_unavailable(request_id: str, cause: str = SERVICE_AWAY) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE,

@@ -11,10 +11,11 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, 
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import Action, SendStep
 from router.core.dispatch.attempt_sender import AttemptSender
-from router.core.dispatch.refusals import safety_unavailable
+from router.core.dispatch.refusals import content_filtered, safety_unavailable
 from router.core.events import TextFilter
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish, Step
+from router.core.held_calls import MAX_CALL_SHARE
 from router.core.live import Choice, StreamClient
 from router.core.load.load_ledger import LoadLedger
 from router.core.relay.lifecycle import RETRYABLE_REASONS, Lifecycle
@@ -155,9 +156,13 @@ class Relay:
             elif delta:
                 self._screening.send(choice, delta)
             return True
+        calls = withheld.calls
+        if calls is not None and delta:
+            calls.read(delta, end)
         if (
             cleared_by is not None
             and delta
+            and calls is None
             and withheld.num_clear_chars == num_chars
             and not withheld.entries
             and choice.is_screened
@@ -193,6 +198,7 @@ class Relay:
             and withheld.start is None
             and withheld.num_clear_chars == choice.num_chars
             and not choice.request.prompt_verdict_open
+            and (withheld.calls is None or not withheld.calls.is_inside)
         )
 
     def _relay_ragged(self, shard: Shard, step: Step, now: float) -> list[Choice]:
@@ -216,6 +222,8 @@ class Relay:
             withheld = choice.withheld
             if withheld is None and choice.is_screened and delta:
                 self._screening.send(choice, delta)
+            elif withheld is not None and withheld.calls is not None and delta:
+                withheld.calls.read(delta, choice.num_chars)
             if withheld is None or self._passes_screening(choice, withheld, delta, is_plain=is_plain):
                 self._action_buffer.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
                 continue
@@ -228,11 +236,17 @@ class Relay:
         return overfull
 
     def _on_overfull(self, choice: Choice, now: float) -> None:
-        """The safety service is so slow that it counts as unavailable for this request."""
-        live = choice.request
-        if not live.num_open_choices:
+        """The safety service is so slow that it counts as unavailable for this request, or a tool call is too long."""
+        live, withheld = choice.request, choice.withheld
+        if not live.num_open_choices or withheld is None:
             return
-        if self._safety_required:
+        if withheld.calls is not None and withheld.calls.has_any:
+            self._lifecycle.settle(choice, now)
+            max_tokens = MAX_CALL_SHARE * live.max_uncleared_tokens
+            if withheld.num_tokens > max_tokens:
+                message = f"A tool call has at most {max_tokens} tokens here: it is sent when all of it has been screened."
+                self._lifecycle.halt(choice, withheld.num_clear_chars or 0, content_filtered(message), now)
+        elif self._safety_required:
             error = safety_unavailable(live.request.request_id)
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:

@@ -8,14 +8,14 @@ from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
-from router.core.dispatch.refusals import SERVICE_AWAY, safety_unavailable
+from router.core.dispatch.refusals import SERVICE_AWAY, content_filtered, safety_unavailable
 from router.core.events import JUDGE_TIER, SHADOW_TIER, AnswersScreened, PromptVerdict
+from router.core.held_calls import HeldCalls
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.screening import Screening
 from router.core.uncleared_output import UnclearedOutput
 
-DEFAULT_MESSAGE = "The safety policy does not allow this content."
 RULE_FAILED = "A rule of the safety policy cannot be applied to this request"
 
 
@@ -64,7 +64,7 @@ class Verdicts:
         for choice in live.choices:
             choice.is_screened = is_screened
             if is_gated or live.prompt_verdict_open:
-                choice.withheld = UnclearedOutput(0 if is_gated else None)
+                choice.withheld = _uncleared(choice, is_gated=is_gated)
 
     def on_prompt(self, verdict: PromptVerdict, now: float) -> None:
         live = self._screening.take_check(verdict.check_id)
@@ -86,7 +86,7 @@ class Verdicts:
         if verdict.rule_failed:
             self._give_up(live, now, RULE_FAILED, fails_closed=verdict.fails_closed)
             return
-        error = _content_filtered(verdict.message)
+        error = content_filtered(verdict.message)
         self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
 
     def on_answers(self, answers: AnswersScreened, now: float) -> None:
@@ -105,7 +105,7 @@ class Verdicts:
             if choice is not None and halt.rule_failed:
                 self._give_up(choice.request, now, RULE_FAILED, fails_closed=halt.fails_closed)
             elif choice is not None:
-                self._lifecycle.halt(choice, halt.num_clear_chars, _content_filtered(halt.message), now)
+                self._lifecycle.halt(choice, halt.num_clear_chars, content_filtered(halt.message), now)
         for slot in answers.closed_slots:
             choice = screening.take_closed(slot)
             if choice is not None and choice.withheld is not None:
@@ -172,7 +172,7 @@ class Verdicts:
         live.prompt_verdict_open = True
         for choice in live.choices:
             choice.is_screened = self._answer_mode != "off"
-            choice.withheld = UnclearedOutput(0 if choice.is_screened else None)
+            choice.withheld = _uncleared(choice, is_gated=choice.is_screened)
 
     def _needs_verdict(self, live: LiveRequest) -> bool:
         return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))
@@ -201,6 +201,13 @@ class Verdicts:
             self._lifecycle.stop_screening(live, now)
 
 
+def _uncleared(choice: Choice, *, is_gated: bool) -> UnclearedOutput:
+    if not is_gated:
+        return UnclearedOutput(None)
+    call_reader = choice.request.request.call_reader
+    return UnclearedOutput(0, None if call_reader is None else HeldCalls(call_reader(choice.spec)))
+
+
 def _is_being_screened(choice: Choice) -> bool:
     return choice.is_screened and not choice.is_done
 
@@ -209,7 +216,3 @@ def _num_screened_chars(choice: Choice) -> int:
     """All that the service can have judged: the answer's text, and the stop string that has ended it."""
     finish = None if choice.withheld is None else choice.withheld.finish
     return choice.num_chars + (0 if finish is None else len(finish.stop_string))
-
-
-def _content_filtered(message: str) -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, message or DEFAULT_MESSAGE)
