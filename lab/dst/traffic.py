@@ -183,6 +183,7 @@ class Traffic:
             sampling=sampling,
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
+            safety_identifier=name,
             cache_salt=tenant,
             kv_share=self._kv_shares.get(tenant),
             tier=TierRank.BATCH if self._tier_rng.random() < env.scenario.batch_share else TierRank.INTERACTIVE,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,9 @@ class ScreenedWorld:
         http: aiohttp.ClientSession,
         edge_config: EdgeConfig,
         policy_file: PolicyFile,
+        stop_shard: Callable[[], Awaitable[None]],
     ) -> None:
+        self.stop_shard = stop_shard
         self.edge_config = edge_config
         self._policy_file = policy_file
         self.router = world
@@ -133,7 +135,7 @@ async def screened_world(
         policy_file = PolicyFile(str(policy))
         world.config.safety.port = await _safety(stack, policy_file, safety_tracer)
         world.config.tracing = tracing
-        await _shard(stack, world, engine, shard_tracer)
+        stop_shard = await _shard(stack, world, engine, shard_tracer)
         await world.start_router()
         link = await world.connect()
         await world.wait_for_shards(link, 1)
@@ -145,7 +147,7 @@ async def screened_world(
         stack.push_async_callback(server.stop)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)))
         await eventually(lambda: policy_revision(world) is not None, "the policy")
-        yield ScreenedWorld(world, tokenizer, f"http://{address}", http, edge.config, policy_file)
+        yield ScreenedWorld(world, tokenizer, f"http://{address}", http, edge.config, policy_file, stop_shard)
 
 
 def policy_revision(world: RouterWorld) -> str | None:
@@ -175,7 +177,8 @@ async def _safety(stack: contextlib.AsyncExitStack, policy_file: PolicyFile, tra
 
 async def _shard(
     stack: contextlib.AsyncExitStack, world: RouterWorld, engine: WritingEngine, tracer: Tracer | None
-) -> None:
+) -> Callable[[], Awaitable[None]]:
+    """Returns what stops it."""
     config = KvloomConfig(model=ModelConfig(name=MODEL), shard=ShardConfig(engine="sim"))
     server = ShardServer(
         config,
@@ -196,3 +199,4 @@ async def _shard(
 
     stack.push_async_callback(end)
     await world.registry.announce(ShardRecord("shard-0", address, MODEL, server.incarnation_id))
+    return end

@@ -123,6 +123,19 @@ async def test_a_judge_that_fails(
         assert await chat(world, "own word") == (400, "content_filter")
 
 
+@pytest.mark.parametrize(("on_failure", "outcome"), [("refuse", (503, "safety_unavailable")), ("allow", (200, ""))])
+async def test_a_judge_that_dies(
+    router_redis_url: str, tmp_path: Path, on_failure: str, outcome: tuple[int, str]
+) -> None:
+    """Its process ends while it judges. The answer is there already, and waits for nothing but the verdict."""
+    async with fabric(router_redis_url, tmp_path, on_failure, timeout_seconds=0.5) as (world, engine):
+        engine.fault = "hang"
+        asked = asyncio.create_task(chat(world, "good"))
+        await eventually(lambda: engine.judged and engine.answered, "the judgement's beginning")
+        await world.stop_shard()
+        assert await asked == outcome
+
+
 async def test_a_judge_that_is_not_there(router_redis_url: str, tmp_path: Path) -> None:
     """No shard serves it, or none any more: closed at once, and not only at the deadline."""
     async with fabric(router_redis_url, tmp_path, model="nobody") as (world, _):

@@ -76,7 +76,7 @@ from lab.dst.checkers.rollouts import (
     SharesConverge,
     VersionsKept,
 )
-from lab.dst.checkers.safety import SafetyKept
+from lab.dst.checkers.safety import SafetyKept, VerdictsAwaited
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (
     EndsOnce,
@@ -108,6 +108,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     QueueBound,
     DeadlinesKept,
     SafetyKept,
+    VerdictsAwaited,
     FleetReported,
     ModelsKeptApart,
     WithdrawalsKept,
@@ -147,6 +148,7 @@ LIMIT_CHECKERS: Final[tuple[type[Checker], ...]] = (
     HandoffsKept,
     HandoffsCollected,
     SafetyKept,
+    VerdictsAwaited,
     BudgetsKept,
     RatesKept,
     LeasesConserved,

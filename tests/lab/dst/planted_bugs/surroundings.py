@@ -13,7 +13,9 @@ from lab.dst.checkers import (
     FleetReported,
     IndexExact,
     SafetyKept,
+    VerdictsAwaited,
 )
+from lab.dst.nodes.safety import HOLD_BACK_CHARS
 from router.core.admission.deadlines import Deadlines
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.fleet.fleet import Shard
@@ -23,6 +25,7 @@ from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.verdicts import Verdicts
 from router.core.shard_event_handler import ShardEventHandler
+from router.core.uncleared_output import UnclearedOutput
 from tests.lab.dst.planted_bugs.change_steps import change_steps
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
@@ -105,6 +108,23 @@ def shows_the_end_while_safety_is_away(patch: Patch) -> None:
         original(self, choice, end, now)
 
     patch.setattr(Lifecycle, "finish", finish)
+
+
+@caught_by(VerdictsAwaited)
+def sends_what_is_held_back(patch: Patch) -> None:
+    """Text that may become forbidden is sent with the cleared text before it."""
+    original = UnclearedOutput.take_clear
+
+    def take_clear(self: UnclearedOutput) -> Any:
+        clear = self.num_clear_chars
+        if clear is not None:
+            self.num_clear_chars = clear + HOLD_BACK_CHARS
+        try:
+            return original(self)
+        finally:
+            self.num_clear_chars = clear
+
+    patch.setattr(UnclearedOutput, "take_clear", take_clear)
 
 
 @caught_by(EndsJustified)
