@@ -112,9 +112,10 @@ class RequestValidator:
     ) -> None:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
-        are none. `meters_usage`: requests get what usage records need. `holds_calls`: answers are gated. `classes`: those that are declared, with the
-        built-in ones. `prefers_others`: whether a model is to be passed by requests that may have another; None: none
-        is. `tickets`: of answers of clients outside the fabric; None: there are no such clients."""
+        are none. `meters_usage`: requests get what usage records need. `holds_calls`: answers are gated. `classes`:
+        those that are declared, with the built-in ones. `prefers_others`: whether a model is to be passed by requests
+        that may have another; None: none is. `tickets`: of answers of clients outside the fabric; None: there are no
+        such clients."""
         self._models = models
         self._routes = routes
         self._has_ready_shard = has_ready_shard

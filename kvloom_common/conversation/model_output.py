@@ -12,8 +12,8 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import OutputForm
 from kvloom_common.config import ConfigError, ModelConfig
 from kvloom_common.parsers import registry
-from kvloom_common.parsers.sniff import sniff, starts_in_reasoning
 from kvloom_common.parsers.output_parser import make_parser
+from kvloom_common.parsers.sniff import sniff, starts_in_reasoning
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 from kvloom_common.text.chat_template import read_json
 from kvloom_common.text.tokenizer import ModelTokenizer

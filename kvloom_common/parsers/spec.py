@@ -19,8 +19,8 @@ class OutputParser(Protocol):
 
     @property
     def holds_back(self) -> bool:
-        """True while some of the text, and not only whitespace, is in no event and may yet become a call. For a plugin's
-        parser without this property it counts as True."""
+        """True while some of the text, and not only whitespace, is in no event and may yet become a call. A plugin's
+        parser may lack this property; it counts as True."""
         ...
 
     def feed(self, text: str) -> list[Event]:

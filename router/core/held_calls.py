@@ -13,8 +13,8 @@ answer: that it would be allowed is not known."""
 
 
 class HeldCalls:
-    """The calls of one choice. Positions are counted in characters from its beginning. A call reaches from the beginning
-    of the delta in which it begins to the end of that in which it ends."""
+    """The calls of one choice. Positions are counted in characters from its beginning. A call reaches from the start of
+    the delta in which it begins to the end of that in which it ends."""
 
     __slots__ = ("_begin", "_has_call", "_reader", "_whole")
 

@@ -128,7 +128,7 @@ async def test_a_judge_that_dies(
     router_redis_url: str, tmp_path: Path, on_failure: str, outcome: tuple[int, str]
 ) -> None:
     """Its process ends while it judges. The answer is there already, and waits for nothing but the verdict."""
-    async with fabric(router_redis_url, tmp_path, on_failure, timeout_seconds=0.5) as (world, engine):
+    async with fabric(router_redis_url, tmp_path, on_failure, timeout_seconds=0.2) as (world, engine):
         engine.fault = "hang"
         asked = asyncio.create_task(chat(world, "good"))
         await eventually(lambda: engine.judged and engine.answered, "the judgement's beginning")

@@ -95,8 +95,8 @@ def is_forbidden(text: str) -> bool:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_no_api_shows_it(fabric: tuple[ScreenedWorld, WritingEngine], path: str) -> None:
-    """Tokens, their log-probabilities and thoughts wait for the verdict on the text that they are made of, and calls for
-    that on all of the call: none has begun."""
+    """Tokens, their log-probabilities and thoughts wait for the verdict on the text that they are made of, and calls
+    for that on all of the call: none has begun."""
     world, engine = fabric
     for (kind, written), is_stream in itertools.product(WRITTEN.items(), (False, True)):
         engine.answer = world.tokenizer.encode_now(written)

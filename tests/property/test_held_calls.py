@@ -31,8 +31,8 @@ class GatedAnswer:
     """A core with one answer, and a service that forbids the text from one position on (None: none of it) and holds
     back the last characters."""
 
-    def __init__(self, spec: ParserSpec, forbidden_at: int | None, num_held: int = 0, **config: int) -> None:
-        self.rig = CoreRig(safety=(False, True), **({"max_uncleared_tokens": 10_000} | config))
+    def __init__(self, spec: ParserSpec, forbidden_at: int | None, num_held: int = 0, max_tokens: int = 10_000) -> None:
+        self.rig = CoreRig(safety=(False, True), max_uncleared_tokens=max_tokens)
         self.rig.add_shard(max_model_len=20_000, num_blocks=20_000)
         reader = functools.partial(_reader, spec)
         (choice,) = only(self.rig.submit(max_tokens=15_000, call_reader=reader), SubmitAttempt).choices
@@ -96,7 +96,7 @@ def _reader(spec: ParserSpec, _choice: ChoiceSpec) -> ParsedCalls:
 
 
 @pytest.mark.parametrize("spec", WITH_CALLS, ids=lambda spec: f"{spec.tools}+{spec.reasoning}")
-@settings(max_examples=num_examples(20), deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(st.binary(max_size=15), st.binary(max_size=24), st.integers(0, 255), st.integers(0, 9))
 def test_no_call_is_sent_in_part(spec: ParserSpec, program: bytes, cuts: bytes, place: int, num_held: int) -> None:
     """Whatever the model writes and wherever it is forbidden, a call that has begun for the client is over. Without a
@@ -120,7 +120,7 @@ def test_a_condemned_call_leaves_nothing_at_any_split() -> None:
     first, condemned = CALL % "Rome", CALL % "launch code"
     text = "Sure. " + first + condemned + " And"
     at = text.index("launch")
-    for length in range(1, len(text) + 1):
+    for length in (1, 2, 3, 7, 20, len(text)):
         deltas = [text[start : start + length] for start in range(0, len(text), length)]
         answer = GatedAnswer(HERMES, at, 3)
         answer.write(deltas)
@@ -146,8 +146,8 @@ def test_a_call_that_is_allowed_is_sent_when_it_ends() -> None:
 def test_a_call_has_room_to_be_long(is_too_long: bool) -> None:
     """A call may hold more tokens than a slow service may; beyond its bound it is not sent."""
     num_others = len(CALL % "")
-    answer = GatedAnswer(HERMES, None, max_uncleared_tokens=100)
-    answer.write([*(CALL % ("x" * (MAX_CALL_SHARE * 100 - num_others + is_too_long)))])
+    answer = GatedAnswer(HERMES, None, max_tokens=100)
+    answer.write([*(CALL % ("x" * (MAX_CALL_SHARE * 100 - num_others + 20 * is_too_long)))])
     if is_too_long:
         assert answer.ended_with == [FinishReason.FINISH_REASON_CONTENT_FILTER]
         assert (answer.shown, answer.num_ids) == ("", 0)
@@ -163,7 +163,7 @@ def test_calls_are_found_behind_a_parser_that_says_nothing() -> None:
     class Silent:
         num_tool_calls = 0
 
-        def feed(self, text: str) -> list[Event]:  # noqa: ARG002
+        def feed(self, text: str) -> list[Event]:
             return []
 
         def finish(self) -> list[Event]:

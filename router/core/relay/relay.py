@@ -244,7 +244,9 @@ class Relay:
             self._lifecycle.settle(choice, now)
             max_tokens = MAX_CALL_SHARE * live.max_uncleared_tokens
             if withheld.num_tokens > max_tokens:
-                message = f"A tool call has at most {max_tokens} tokens here: it is sent when all of it has been screened."
+                message = (
+                    f"A tool call has at most {max_tokens} tokens here: it is sent when all of it has been screened."
+                )
                 self._lifecycle.halt(choice, withheld.num_clear_chars or 0, content_filtered(message), now)
         elif self._safety_required:
             error = safety_unavailable(live.request.request_id)

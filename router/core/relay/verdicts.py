@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvloom.errors import KvloomError, invalid_argument, protocol_violation
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.errors import invalid_argument, protocol_violation
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.core_config import CoreConfig
 from router.core.dispatch.refusals import SERVICE_AWAY, content_filtered, safety_unavailable
