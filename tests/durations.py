@@ -27,7 +27,7 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 415,
     "tests/fuzz": 14,
-    "tests/integration": 500,
+    "tests/integration": 503,
     "tests/lab": 87,
     "tests/property": 61,
     "tests/unit": 137,
