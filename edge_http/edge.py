@@ -21,6 +21,7 @@ from edge_http.resume.table import ResumeTable
 from edge_http.tenant_usage import TenantUsage
 from edge_http.wire.cors import Cors
 from edge_http.wire.keep_alive import KeepAlive
+from edge_http.wire.open_sockets import OpenSockets
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from edge_http.wire.unknown_fields import UnknownFields
@@ -90,6 +91,7 @@ class Edge:
         """Says if a new connection is served."""
         self.access_log = access_log
         self.cors = Cors(edge.cors_origins) if edge.cors_origins else None
+        self.sockets = OpenSockets()
         self.write_coalescer = WriteCoalescer()
         self.keep_alive = KeepAlive(edge.stream_keep_alive_seconds, edge.stream_head_seconds)
         self.features: Sequence[AnswerFeature] = (

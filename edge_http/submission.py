@@ -75,6 +75,7 @@ async def run_submission(
     running in the fabric once this returns: the handler is cancelled when the client goes away, and cancels the
     requests that are still open."""
     handles: list[int] = []
+    answer.is_direct = True
     deadline = asyncio.get_running_loop().call_later(
         submission.timeout_seconds + ROUTER_GRACE_SECONDS, _time_out, answer
     )

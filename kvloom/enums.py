@@ -79,6 +79,11 @@ class FinishReason(enum.IntEnum):
     TOOL_CALLS = 6
     """The model called tools, and waits for their results."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        """A newer peer may send a reason that this process does not know."""
+        return cls.UNSPECIFIED if isinstance(value, int) else None
+
 
 class Tier(enum.StrEnum):
     """The priority of a request compared with others."""

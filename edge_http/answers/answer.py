@@ -73,6 +73,7 @@ class EdgeAnswer(abc.ABC):
         "features",
         "finishes",
         "first_token_at",
+        "is_direct",
         "limited_by",
         "num_choices",
         "num_open",
@@ -109,6 +110,8 @@ class EdgeAnswer(abc.ABC):
         """Why it ended; None while it runs and after a regular end."""
         self.request_context: RequestContext | None = None
         """The request that is answered, for log lines."""
+        self.is_direct = False
+        """Its requests were submitted for itself, and not for another answer that passes on to it."""
         self.bill: AnswerBill | None = None
         """None without tenants."""
         self.features: Sequence[AnswerFeature] = ()

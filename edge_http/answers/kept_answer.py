@@ -19,6 +19,11 @@ class _LastEvent(msgspec.Struct):
     response: msgspec.Raw
 
 
+def response_in(event: bytes) -> bytes:
+    """The JSON of the response that a last event has."""
+    return bytes(msgspec.json.decode(event.partition(b"\ndata: ")[2], type=_LastEvent).response)
+
+
 class KeptWhole(CollectedAnswer):
     """One that is not streamed."""
 
@@ -53,8 +58,7 @@ class KeptAnswer(StreamedAnswer):
 
     def response_json(self) -> bytes:
         """The response as the event has it that was held back."""
-        data = self._held[-1].partition(b"\ndata: ")[2]
-        return bytes(msgspec.json.decode(data, type=_LastEvent).response)
+        return response_in(self._held[-1])
 
     def release(self, error: KvloomError | None = None) -> None:
         """Send the last event, or that of the error that kept the response from being stored."""

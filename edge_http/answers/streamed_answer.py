@@ -14,7 +14,7 @@ from edge_http.wire.headers import BROWNOUT, explanation, start_headers
 from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceFinish, TokenLogprobs
 from kvloom_common.parsers.events import Event, TextDelta
 
 SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
@@ -142,6 +142,26 @@ class StreamedAnswer(EdgeAnswer):
                 self._events.end()
         self._prefixes = [None] * self.num_choices
         super().fail(error)
+
+    def cut_short(self) -> None:
+        """End a regular answer where it is, because its client goes on from here. It continues to its own end if it has
+        not begun, if what the model writes now must be whole, or if others have a part in it: moderation in line,
+        hidden texts, another model."""
+        start = self.starts.get(0)
+        if not self.is_direct or self._joined or start is None or self.ended.done() or not self._formatter.may_end:
+            return
+        self.finishes[0] = SequenceFinish(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=start.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+        )
+        try:
+            self._add_finish(0, ChoiceFinish("steered"))
+            self._complete()
+        except Exception:
+            self._on_bug()
+        else:
+            self.ended.set_result(None)  # its choice is still open, so that it is cancelled
 
     def _add_start(self, index: int) -> None:
         if index not in self._begun:

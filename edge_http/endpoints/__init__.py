@@ -16,6 +16,7 @@ embedding_body.py  a tokenized request for embeddings, and the body of its respo
 embeddings.py  POST /v1/embeddings
 ranking.py     POST /v1/rerank and POST /v1/score
 responses.py   POST /v1/responses
+preparing.py   responses without an output
 file_search.py  searches vector stores for what the user asks
 response_job.py  from the body of a response to its job
 compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued

@@ -42,6 +42,7 @@ from edge_http.wire.headers import (
     request_id,
     start_headers,
 )
+from edge_http.wire.message_request import MessageRequest, MessageStream
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_headers import NO_WISHES
 from edge_http.wire.request_record import begin_answer
@@ -77,7 +78,7 @@ async def generate(
     if not name:
         check_job_window(edge.models, job)
         name = new_response_id(job.id_prefix, edge.tag)
-    formatter = formatter_of(job.shape, _envelope(job, name), job.model.tokenizer, job.prompt_report)
+    formatter = formatter_of(job.shape, envelope_of(job, name), job.model.tokenizer, job.prompt_report)
     if job.moderation is not None or job.originals:
         run = wrapped_run(edge, request, job, formatter, run)
     if not job.stream:
@@ -91,7 +92,8 @@ async def generate(
         return await _stream_resumable(
             edge, request, permit, job, formatter, name, key, run, streamed_by, is_resumable=is_resumable
         )
-    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
+    kind = MessageStream if type(request) is MessageRequest else EventStream
+    events = kind(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = streamed_by(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, job)
     )
@@ -130,7 +132,7 @@ def check_job_window(models: OfferedModels, job: GenerationJob) -> None:
             check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
 
 
-def _envelope(job: GenerationJob, response_id: str) -> Envelope:
+def envelope_of(job: GenerationJob, response_id: str) -> Envelope:
     """Create the envelope. Its id also names the request inside the fabric."""
     return Envelope(
         id=response_id,
@@ -169,7 +171,7 @@ async def collected_within(edge: Edge, request: web.BaseRequest, job: Generation
     schedule(edge, request, job)
     check_job_window(edge.models, job)
     name = new_response_id(job.id_prefix, edge.tag)
-    formatter = formatter_of(job.shape, _envelope(job, name), job.model.tokenizer)
+    formatter = formatter_of(job.shape, envelope_of(job, name), job.model.tokenizer)
     run = wrapped_run(edge, request, job, formatter, run_submission) if job.originals else run_submission
     with edge.admission.collected.lease(edge.callers.caller_of(request)) as lease:
         body = await _whole_body(edge, request, job, formatter, name, run, lease)

@@ -43,11 +43,6 @@ _OWN_HISTORY: Final = "Nothing is stored here: keep the conversation, and send i
 _OPERATIONS: Final = (
     (r"GET /v1/responses/[^/]+/input_items", "list the input of responses", _OWN_HISTORY),
     (r"DELETE /v1/responses/[^/]+", "delete responses", _OWN_HISTORY),
-    (
-        r"UPGRADE /v1/responses",
-        "serve the Responses API over WebSocket",
-        "Stream by POST /v1/responses with stream: true.",
-    ),
     (r"GET /v1/chat/completions", "list completions", _OWN_HISTORY),
     (r"(GET|POST|DELETE) /v1/chat/completions/[^/]+", "list, change or delete completions", _OWN_HISTORY),
     (r"GET /v1/chat/completions/[^/]+/messages", "list the messages of completions", _OWN_HISTORY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from typing import Any, Final
@@ -17,6 +18,7 @@ from edge_http.endpoints.forking import fork
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.ownership import owner_of
+from edge_http.endpoints.preparing import prepare
 from edge_http.endpoints.response_job import response_job
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.endpoints.stored import generate_stored, keeping
@@ -32,6 +34,7 @@ from edge_http.openai.responses.requests import (
 )
 from edge_http.openai.sampling import tier_of
 from edge_http.wire.json_response import json_response
+from edge_http.wire.message_request import MessageRequest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_BATCH
@@ -42,6 +45,8 @@ from kvloom_common.models.served_model import ServedModel
 async def responses(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/responses."""
     api: GenerationApi[Any] = _API if edge.orchestrator is None else _STORED_API
+    if type(request) is MessageRequest and not request.generates:
+        api = dataclasses.replace(api, generate=prepare)
     return await serve_generation(edge, request, api)
 
 

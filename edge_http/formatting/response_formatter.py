@@ -59,7 +59,7 @@ class ChoiceFinish(msgspec.Struct, frozen=True):
     """How a choice ended."""
 
     reason: str
-    """In OpenAI's words: "stop", "length", "content_filter" or "tool_calls"."""
+    """In OpenAI's words: "stop", "length", "content_filter", "tool_calls" or "steered"."""
     stop_string: str = ""
     """The stop string that ended it; "" if something else did."""
     refusal: str = ""
@@ -96,6 +96,11 @@ class ResponseFormatter(abc.ABC):
     @property
     def envelope(self) -> Envelope:
         return self._envelope
+
+    @property
+    def may_end(self) -> bool:
+        """False while the output has begun something of which a part is of no use."""
+        return True
 
     def call_id(self, index: int, number: int) -> str:
         """The id of a choice's tool call."""

@@ -89,7 +89,7 @@ def _responses(operation: Route, refs: dict[Any, Json], error: Json) -> Json:
     for answer in operation.answers:
         shown = responses.setdefault(str(answer.status), {"description": answer.description, "headers": {}})
         shown["headers"] |= _headers((*EVERY_RESPONSE, *operation.headers, *answer.headers))
-        if answer.status != http.HTTPStatus.NO_CONTENT:
+        if answer.status not in (http.HTTPStatus.NO_CONTENT, http.HTTPStatus.SWITCHING_PROTOCOLS):
             shown.setdefault("content", {})[answer.content_type] = _content(answer, refs)
     statuses = {*operation.errors, *(_BODY_ERRORS if operation.body is not None else ())}
     statuses |= set() if operation.is_open else {401}

@@ -75,6 +75,13 @@ class Connection(web.RequestHandler):
         self._pipelined: ByteLease | None = None
         """The lease of requests behind the one that is being handled; None if there have been none."""
 
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Serve a request that is no HTTP: a message of this connection, which has become a WebSocket."""
+        manager = self._manager
+        if manager is None:
+            raise ConnectionResetError("the connection is closed")
+        return await manager.request_handler(request)
+
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -201,7 +201,7 @@ def _handler(request: web.BaseRequest, route: str) -> Handler:
         raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, not_found_message(request.path, HANDLERS))
     handler = methods.get(request.method)
     if handler is None:
-        refuse_operation("UPGRADE" if "Upgrade" in request.headers else request.method, request.path)
+        refuse_operation(request.method, request.path)
         if route in _STATE_PATHS:
             return _wrong_method
         raise _not_allowed(request, methods)

@@ -166,11 +166,13 @@ class EdgeServer:
                 if self._handed_over:
                     on_leave()
                     self._edge.admission.leaving = True
+                    self._edge.sockets.leave()
                     await asyncio.sleep(ANNOUNCED_SECONDS)
                     for site in self._handed_over:
                         await site.stop()
                     await self._end_connections()
                 self._edge.admission.drain()
+                self._edge.sockets.leave()
                 await self._edge.admission.wait_idle()
         except TimeoutError:
             self._edge.admission.drain()

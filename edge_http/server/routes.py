@@ -31,6 +31,7 @@ from edge_http.openai.responses.requests import CompactBody, StoredResponsesBody
 from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
+from edge_http.sockets.connection import connect
 from edge_http.state.routes import STATE_ROUTES
 from edge_http.wire.headers import (
     ANTHROPIC_REQUEST_ID,
@@ -141,6 +142,11 @@ ROUTES: Final[tuple[Route, ...]] = (
         Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=(*_STREAM_HEADERS, FILE_SEARCH)),
         body=StoredResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
+    ),
+    _route(
+        "/v1/responses", "GET", connect, "connectResponses", "Text", "The same over WebSocket",
+        Success("A WebSocket. Its messages are those of OpenAI's API.", status=101),
+        parameters=(REQUEST_ID,), errors=(400, 403, 405, 429, 503), has_head=False,
     ),
     *_resumable("/v1/responses", "Response", objects.NamedEvent, get_response, cancel_stored),
     *STATE_ROUTES,

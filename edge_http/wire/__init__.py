@@ -12,4 +12,7 @@ fair_yield.py       processes at most one long body per iteration of the event l
 json_response.py    JSON responses and errors
 keep_alive.py       comments in streams that have nothing to say, so that proxies do not cut them
 sse.py              writes server-sent events
+message_request.py  a message of a WebSocket as a request, and its events as messages
+socket_frames.py    what a WebSocket sends
+open_sockets.py     the WebSockets of an edge
 """

@@ -110,6 +110,10 @@ class Cors:
         self._any = ANY_ORIGIN in self._origins
         self._exposed = ", ".join(_EXPOSED_HEADERS)
 
+    def allows(self, origin: str) -> bool:
+        """Say if pages of this origin may use the API."""
+        return self._any or origin in self._origins
+
     def response_headers(self, request: web.BaseRequest) -> Mapping[str, str]:
         """The headers that let the page read the response. Without a listed origin there is only `Vary`, which keeps a
         cache from giving this response to a page that may read it, or the reverse."""
@@ -133,7 +137,7 @@ class Cors:
         if request.method != "OPTIONS" or "Origin" not in headers or "Access-Control-Request-Method" not in headers:
             return None
         response = web.Response(status=204)
-        if self._any or headers["Origin"] in self._origins:
+        if self.allows(headers["Origin"]):
             response.headers["Access-Control-Allow-Methods"] = ", ".join(methods)
             response.headers["Access-Control-Allow-Headers"] = ", ".join(self._allowed_headers(request))
             response.headers["Access-Control-Max-Age"] = str(MAX_AGE_SECONDS)

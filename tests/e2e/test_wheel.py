@@ -28,9 +28,9 @@ from kvloom_fabric.__main__ import SERVICES
 from packaging.requirements import Requirement
 
 from tests.e2e.fabric import REPOSITORY, RunningFabric, eventually, kvloom_environment, run_kvloom
+from tests.releases import build
 from tools.cli.commands import main as checkout_command
 
-BUILD = "import sys; from hatchling import build; build.build_{0}(sys.argv[1])"
 ASK = """
 import asyncio, sys
 import kvloom
@@ -100,18 +100,6 @@ def requirements(folder: Path, *extras: str) -> list[str]:
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     optional = project.get("optional-dependencies", {})
     return project["dependencies"] + [line for extra in extras for line in optional[extra]]
-
-
-def build(kind: str, project: Path, folder: Path) -> Path:
-    """A distribution of a project, as pip and `python -m build` make it."""
-    before = set(folder.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(kind), str(folder)],
-        cwd=project, capture_output=True, text=True, timeout=120.0, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (built,) = set(folder.iterdir()) - before
-    return built
 
 
 @pytest.fixture(scope="module")

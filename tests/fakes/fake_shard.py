@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from kvloom.v1 import generation_pb2, kv_event_pb2, shard_service_pb2, shard_service_pb2_grpc
+from kvloom.v1.shard_service_pb2 import ShardServiceConnectResponse as Frame
 
 VOCABULARY = 1000
 
@@ -51,9 +52,12 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         incarnation_id: str = "1",
         tokenizer_checksum: str = "",
         script: Sequence[tuple[int, str]] = (),
+        as_sent: Callable[[Frame], Frame] = lambda frame: frame,
     ) -> None:
-        """With a `script`, every answer consists of its tokens (id and text) and then stops."""
+        """With a `script`, every answer consists of its tokens (id and text) and then stops. `as_sent` may change each
+        frame before it is written."""
         self.script = script
+        self._as_sent = as_sent
         self.info = shard_service_pb2.ShardInfo(
             shard_id=shard_id,
             incarnation_id=incarnation_id,
@@ -106,13 +110,12 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         self.num_connects += 1
         stepper: asyncio.Task[None] | None = None
         try:  # the router may cancel as soon as it has read the hello
-            await context.write(
-                shard_service_pb2.ShardServiceConnectResponse(
-                    hello=shard_service_pb2.ShardHello(info=self.info),
-                    kv_snapshot=kv_event_pb2.KvSnapshot(number=0),
-                    load=self._load(),
-                )
+            hello = Frame(
+                hello=shard_service_pb2.ShardHello(info=self.info),
+                kv_snapshot=kv_event_pb2.KvSnapshot(number=0),
+                load=self._load(),
             )
+            await context.write(self._as_sent(hello))
             stepper = asyncio.create_task(self._make_steps(context))
             while isinstance(frame := await context.read(), shard_service_pb2.ShardServiceConnectRequest):
                 self._on_frame(frame)
@@ -143,7 +146,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
             await self._may_step.wait()
             await asyncio.sleep(self._step_seconds)  # sleep: what a step takes
             step = self._step()
-            await context.write(shard_service_pb2.ShardServiceConnectResponse(step=step, load=self._load()))
+            await context.write(self._as_sent(Frame(step=step, load=self._load())))
             if not self._running and not self._finishes:
                 self._has_work.clear()
 

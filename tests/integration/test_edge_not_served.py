@@ -55,14 +55,6 @@ async def test_operations_that_are_missing(method: str, path: str) -> None:
         assert response.headers["x-should-retry"] == "false"
 
 
-async def test_websockets_are_refused_as_such() -> None:
-    """Codex tries the Responses API over WebSocket first where it is switched on."""
-    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
-    async with edge_world() as world, world.http.get(f"{world.url}/v1/responses", headers=headers) as response:
-        assert response.status == 501
-        assert "WebSocket" in (await response.json())["error"]["message"]
-
-
 async def test_input_tokens_of_a_response() -> None:
     """They are those of the response itself, as official clients count them."""
     async with edge_world() as world:

@@ -161,6 +161,8 @@ class ResponsesFormatter(ResponseFormatter):
 
     def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
         output = [*self._before(), *items_json(self._items, self._finish_reason)]
+        if not self._items:  # nothing was generated
+            output = output[:-1]
         ended = self._object.ended(self._finish_reason, output, usage(), details, self.moderation)
         return (self._event(_ENDINGS[status_of(self._finish_reason)], b',"response":', *ended, b"}"),)
 
@@ -182,6 +184,10 @@ class ResponsesFormatter(ResponseFormatter):
                     self._search.cite(item)
         output = [*self._before(), *items_json(items, choice.finish_reason)]
         return self._object.ended(choice.finish_reason, output, usage, details, self.moderation)
+
+    @property
+    def may_end(self) -> bool:
+        return not self._items or self._items[-1].kind is not PartKind.TOOL_CALL
 
     @property
     def _num_before(self) -> int:

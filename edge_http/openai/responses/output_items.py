@@ -79,7 +79,7 @@ class OutputItem:
 
     def final_status(self, finish_reason: str, *, is_last: bool) -> str:
         """The output ended for this reason: what was cut off is the last item, unless it is a call that is complete."""
-        if not is_last or finish_reason not in ("length", "content_filter"):
+        if not is_last or finish_reason not in ("length", "content_filter", "steered"):
             return "completed"
         return "completed" if self.kind is PartKind.TOOL_CALL and _is_object(self.content) else "incomplete"
 

@@ -12,7 +12,7 @@ from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
-_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "steered": "steered"}
 """Maps the finish reasons of incomplete responses to OpenAI's words."""
 _RATE_LIMITS: Final = frozenset(
     (

@@ -26,7 +26,7 @@ _PROBE: Final = "shard_server.engines.torch_engine.kernels.probe"
 _PROBE_TIMEOUT_SECONDS: Final = 30.0
 """Compilation takes one or two of them; an emulated instruction set would take minutes."""
 _LATE: Final = f"the trial took more than {_PROBE_TIMEOUT_SECONDS:.0f} s"
-_KEPT_LATE_SECONDS: Final = 300.0
+KEPT_DOUBT_SECONDS: Final = 300.0
 """How long a choice counts of which a trial was late: long enough for shards that start together to choose alike, and
 no longer, since the machine may only have been busy."""
 _MEASURED_TOGETHER: Final = 2
@@ -124,7 +124,7 @@ def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
         kept = json.loads(path.read_bytes())
         family = FAMILIES[kept["family"]] if kept["family"] else None
         left_out = [str(line) for line in kept["left_out"]]
-        is_old = time.time() - path.stat().st_mtime > _KEPT_LATE_SECONDS
+        is_old = time.time() - path.stat().st_mtime > KEPT_DOUBT_SECONDS
     except (OSError, ValueError, KeyError, TypeError):
         pass
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -129,13 +130,14 @@ def test_packed_weights_compute_the_same_bits_wherever_there_are_no_tiles(tmp_pa
 def test_costs_are_measured_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All shards of a machine choose alike, whatever else runs while one starts."""
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with kernel_thread_pool(1) as threads:
+        costs = form_choice.measure_forms(threads) or BF16_IS_FAST
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         found: list[Costs] = []
 
         def measure(_threads: ThreadPool) -> Costs:
-            found.append(form_choice.measure_forms(threads))
-            return found[-1]
+            found.append(costs)
+            return costs
 
         def choice() -> form_choice.MeasuredForm:
             return form_choice.fastest_form(threads, may_be_packed=True, on_progress=str, measure=measure)
@@ -144,11 +146,53 @@ def test_costs_are_measured_once_and_again_when_damaged(tmp_path: Path, monkeypa
         assert choice() == first
         assert len(found) == 1
         assert all(0 < seconds < 60 for cost in found[0].values() for seconds in cost)
-        [path] = (tmp_path / "kvloom").glob("weights-*.json")
+        [path] = (tmp_path / "kvloom").glob("forms-*.json")
         for content in ("", "[]", '{"packed": 1}'):
             path.write_text(content)
             choice()
         assert len(found) == 4
+
+
+def test_what_a_busy_machine_shows_decides_nothing_and_is_soon_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise one start beside other work would give a machine coarser weights for good. Shards that start together
+    still choose alike."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs: list[Costs] = [{}, BF16_IS_SLOW]
+    with kernel_thread_pool(1) as threads:
+
+        def choice() -> form_choice.MeasuredForm:
+            return form_choice.fastest_form(
+                threads, may_be_packed=False, on_progress=str, measure=lambda _threads: costs.pop(0)
+            )
+
+        assert choice().form is WeightForm.DTYPE
+        assert "busy" in choice().reason
+        [path] = (tmp_path / "kvloom").glob("forms-*.json")
+        os.utime(path, (0, 0))
+        assert choice().form is WeightForm.INT8
+        assert choice().form is WeightForm.INT8
+        assert not costs
+
+
+@pytest.mark.parametrize(("slow_from", "settles"), [(0, False), (1, False), (4, True)])
+def test_costs_count_when_the_two_fastest_runs_agree(slow_from: int, settles: bool):
+    """A run that other work slowed down is told by the others; when every run differs, nothing is known."""
+    now = 0.0
+    runs = 0
+
+    def run() -> tuple[float, float]:
+        nonlocal now, runs
+        runs += 1
+        seconds = 0.1 if runs <= slow_from else 0.1 * 1.2**runs
+        now += 0.1
+        return seconds, 0.01
+
+    costs = form_choice.settled_costs({"packed": run}, lambda: now)
+    assert costs == ({"packed": (0.1, 0.01)} if settles else {})
+    assert now < 4
 
 
 def test_without_numba_torchs_operators_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
