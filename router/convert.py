@@ -336,6 +336,7 @@ def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersS
             for found in (halt.finding,)
         ],
         closed_slots=response.closed_slots[:],
+        flagged_slots=response.flagged_slots[:],
     )
 
 

@@ -18,6 +18,7 @@ from kvloom.errors import KvloomError
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    AnswerFlagged,
     AnswerResampled,
     BrownoutStepChanged,
     CancelOnShard,
@@ -237,11 +238,14 @@ class CoreDriver:
             BrownoutStepChanged: observer.brownout_step_changed,
             RequestDegraded: observer.request_degraded,
             AnswerCompleted: self._on_completed,
+            AnswerFlagged: self._on_flagged,
         }
         self._carry_out = carry_out
         self._report_end = observer.request_ended
         self._taps: tuple[AnswerObserver, ...] = ()
         self._keeper: AnswerSink | None = None
+        self.note_flagged: Callable[[AnswerFlagged], None] | None = None
+        """Notes what flagged answers follow from. It never blocks and never raises."""
         self._fleet_hooks: list[Callable[[], None]] = [observer.fleet_changed]
         self._intercepted: frozenset[type] = frozenset({RequestArrived})
         """The events that do not go straight to the core."""
@@ -439,6 +443,10 @@ class CoreDriver:
     def _on_completed(self, action: AnswerCompleted) -> None:
         if self._keeper is not None:
             self._keeper.completed(action)
+
+    def _on_flagged(self, action: AnswerFlagged) -> None:
+        if self.note_flagged is not None:
+            self.note_flagged(action)
 
     def _report_tapped_end(self, action: RequestEnded) -> None:
         is_own = [tap.ended(action) for tap in self._taps]  # each of them is told

@@ -61,6 +61,7 @@ class Audit:
                 tenant=found.tenant,
                 safety_identifier=found.safety_identifier,
                 request_id=found.names.get("request_id", ""),
+                position=found.position,
             )
         except OSError as error:  # the text is blocked all the same
             log.warning("audit_write_failed", error=error.strerror, rule=found.rule)

@@ -54,8 +54,7 @@ EXCERPT_CHARS: Final = 80
 
 
 class Found(NamedTuple):
-    """A forbidden text that was found. Of an answer's request only the tenant and its user are known here: its other
-    names are in the router's line "request ended", with the outcome content_filter."""
+    """A forbidden text that was found."""
 
     target: Target
     rule: str
@@ -67,6 +66,8 @@ class Found(NamedTuple):
     tenant: str = ""
     safety_identifier: str = ""
     excerpt: str = ""
+    position: int | None = None
+    """Where the forbidden passage begins; None: that is not known."""
 
 
 OnFound = Callable[[Found], None]
@@ -168,7 +169,7 @@ class ScreenConnection:
                 continue
             screener.push(delta)
             self._watched.push(slot, delta)
-            self._note_flagged(slot, screener)
+            self._note_flagged(slot, screener, response)
             if screener.hit is not None:
                 response.halts.append(self._halt(slot, screener, screener.hit))
             else:
@@ -178,7 +179,7 @@ class ScreenConnection:
             screener = self._answers.pop(slot, None)
             if screener is not None:
                 screener.close()
-                self._note_flagged(slot, screener)
+                self._note_flagged(slot, screener, response)
                 if screener.hit is not None:
                     response.halts.append(self._halt(slot, screener, screener.hit))
                     del self._answers[slot]
@@ -254,23 +255,26 @@ class ScreenConnection:
             self._watched.begin(slot, policy, scope, "" if owner is None else owner.tenant)
         return screener
 
-    def _note_flagged(self, slot: int, screener: AnswerScreener) -> None:
-        for name in screener.new_flags():
+    def _note_flagged(self, slot: int, screener: AnswerScreener, response: ScreenResponse) -> None:
+        names = screener.new_flags()
+        if names:
+            response.flagged_slots.append(slot)
+        for name in names:
             self._found_in_answer(self._scopes.get(slot), name, is_blocked=False)
 
-    def _found_in_answer(self, owner: AnswerScope | None, rule: str, *, is_blocked: bool) -> None:
-        policy = self._policy_file.current.revision
-        if owner is None:
-            self._on_found(Found("answer", rule, is_blocked, policy, {}))
-        else:
-            names = request_fields(tenant=owner.tenant)
-            self._on_found(Found("answer", rule, is_blocked, policy, names, owner.tenant, owner.safety_identifier))
+    def _found_in_answer(
+        self, owner: AnswerScope | None, rule: str, position: int | None = None, *, is_blocked: bool
+    ) -> None:
+        owner = owner or AnswerScope()
+        names = request_fields(owner.request_id, tenant=owner.tenant)
+        subject = self._policy_file.current.revision, names, owner.tenant, owner.safety_identifier
+        self._on_found(Found("answer", rule, is_blocked, *subject, position=position))
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
         self._watched.drop(slot)
         if not hit.is_failure:
-            self._found_in_answer(self._scopes.get(slot), hit.rule.name, is_blocked=True)
+            self._found_in_answer(self._scopes.get(slot), hit.rule.name, hit.start, is_blocked=True)
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
 
     def _verdict(self, policy: SafetyPolicy, check: PromptCheck, hit: Hit | None, judge: Judge) -> PromptVerdict:
@@ -290,7 +294,8 @@ class ScreenConnection:
         if hit is not None:
             verdict.finding.CopyFrom(finding(hit))
             if not hit.is_failure:
-                self._on_found(Found("prompt", hit.rule.name, True, *subject, excerpt_of(check.text, hit)))
+                excerpt = excerpt_of(check.text, hit)
+                self._on_found(Found("prompt", hit.rule.name, True, *subject, excerpt, hit.start))
         return verdict
 
     async def _announce_changes(self) -> None:

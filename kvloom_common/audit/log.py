@@ -12,9 +12,9 @@ import datetime
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -25,7 +25,30 @@ KEYS: Final = "keys"
 """The directory of the keys, within that of the log."""
 FIRST: Final = "0" * 64
 """The hash before the first record of a file."""
-Event = Literal["blocked", "flagged", "erased", "reversed"]
+Event = Literal["blocked", "flagged", "computed", "erased", "reversed"]
+
+
+class AnswerProof(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an answer follows from, and its digest: with its prompt it can be computed again. It has no text."""
+
+    model: str
+    weights_checksum: str
+    engine_variant: str
+    """See Receipt (kvloom_common/receipts/receipt.py), as for the other fields."""
+    request_digest: str
+    output_digest: str
+    """The digest of [index, tokens that the client has] of each choice."""
+    num_output_tokens: list[int]
+    """The number of these tokens, by choice."""
+    request: dict[str, Any]
+    """The RequestedGeneration without its prompt and without other texts of the client, such as stop strings."""
+    adapter: str = ""
+    adapter_checksum: str = ""
+
+
+def digest_of_output(output: Iterable[tuple[int, Sequence[int]]]) -> str:
+    """AnswerProof.output_digest of choices: their indexes and tokens."""
+    return hashlib.sha256(msgspec.json.encode([[index, list(token_ids)] for index, token_ids in output])).hexdigest()
 
 
 class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,6 +69,10 @@ class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     tenant: str = ""
     safety_identifier: str = ""
     request_id: str = ""
+    position: int | None = None
+    """Where the passage begins, in characters; None: that is not known."""
+    proof: AnswerProof | None = None
+    """Of an answer (`computed`), written by its router."""
     excerpt: str = ""
     """The passage with the text around it, encrypted; "" if there is none."""
     reason: str = ""
@@ -95,7 +122,7 @@ class AuditLog:
     def close(self) -> None:
         self._file.close()
 
-    def append(self, event: Event, excerpt: str = "", **fields: str) -> str:
+    def append(self, event: Event, excerpt: str = "", **fields: Any) -> str:
         """Write a record, whose other fields are those of AuditRecord, and return its hash. Raises OSError."""
         now = time.time()
         record = AuditRecord(self._number + 1, now, event, self._before, **fields)

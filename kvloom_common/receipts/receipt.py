@@ -26,6 +26,8 @@ from kvloom_common.tenancy.prices import Price
 M = TypeVar("M", bound=Message)
 VERSION: Final = 1
 MAX_BUNDLE_BYTES: Final = 16 * 2**20
+_CONTENT: Final = frozenset({"guide", "predicted_token_ids", "stop"})
+"""Fields of sampling parameters and stop conditions that have texts of a client."""
 
 
 class SignedPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,6 +174,14 @@ def wanted_of(
         indexes=list(indexes),
         pooling=UNSET if pooling is None else _as_json(pooling),
     )
+
+
+def without_content(wanted: RequestedGeneration) -> dict[str, Any]:
+    """The request without the prompt, and without other texts of the client."""
+    plain = {name: value for name, value in msgspec.to_builtins(wanted).items() if name != "prompt_token_ids"}
+    for parameters in ("sampling", "stop"):
+        plain[parameters] = {name: value for name, value in plain[parameters].items() if name not in _CONTENT}
+    return plain
 
 
 def sampling_of(wanted: RequestedGeneration) -> SamplingParams:

@@ -105,6 +105,7 @@ class AnswerScope(NamedTuple):
     tenant: str
     guardrails: Sequence[str] = ()
     safety_identifier: str = ""
+    request_id: str = ""
 
 
 class ScreenAnswers(msgspec.Struct, frozen=True):
@@ -206,6 +207,17 @@ class AnswerCompleted(msgspec.Struct, frozen=True):
     """True when its tokens are those of an answer that was neither moved nor cut short."""
     is_screened: bool
     """True when it was screened as a whole, as far as the policy wants it."""
+
+
+class AnswerFlagged(msgspec.Struct, frozen=True):
+    """An answer has ended in which the safety policy has found something while it was gated."""
+
+    request: Request
+    output: Sequence[tuple[int, Sequence[int]]]
+    """By choice: its index, and the tokens that its client has."""
+    shard_id: str
+    is_exact: bool
+    """True when its tokens come from one attempt that began with the prompt."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -320,6 +332,7 @@ Action = (
     | LimitsCounted
     | SideCallDecided
     | AnswerCompleted
+    | AnswerFlagged
     | ShardHealthChanged
     | RequestsMoved
     | SequencesPreempted

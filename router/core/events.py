@@ -414,6 +414,7 @@ class AnswersScreened(msgspec.Struct, frozen=True):
     num_clear_chars: Sequence[int]
     halts: Sequence[AnswerHalt] = ()
     closed_slots: Sequence[int] = ()
+    flagged_slots: Sequence[int] = ()
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

@@ -307,6 +307,8 @@ class LiveRequest(msgspec.Struct, eq=False):
     """Its whole answer, if the result cache has it."""
     is_exact: bool = True
     """True while its tokens are those of an answer that was neither moved nor cut short."""
+    is_flagged: bool = False
+    """True when the safety policy has found something in its answer."""
     is_screened: bool = True
     """True when all of it is screened, as far as the policy wants it, before its end is sent."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -35,6 +36,9 @@ from router.features.shadow.traffic import ShadowTraffic
 from router.features.tracing import TracingObserver
 from router.observer import RouterObserver
 from router.records import RouterRecords
+
+if TYPE_CHECKING:
+    from router.features.answer_proofs import AnswerProofs
 
 
 def new_observer(
@@ -76,6 +80,9 @@ class RouterFeatures:
         self.recorder: ResultRecorder | None = None
         """None: there is neither a result cache nor receipts."""
         self.shared_results: SharedResultCache | None = None
+        self._proofs = _new_proofs(config, core)
+        if self._proofs is not None:
+            driver.note_flagged = self._proofs.note
         cache = _new_result_cache(config, catalogue, trust, registry)
         receipts = _new_receipt_writer(config, catalogue, prices)
         if cache is None and receipts is None:
@@ -112,8 +119,18 @@ class RouterFeatures:
 
     async def close(self) -> None:
         self.shadows.close()
+        if self._proofs is not None:
+            self._proofs.close()
         if self.shared_results is not None:
             await self.shared_results.close()
+
+
+def _new_proofs(config: KvloomConfig, core: RouterCore) -> AnswerProofs | None:
+    if not config.safety.audit_dir:
+        return None
+    from router.features.answer_proofs import AnswerProofs  # only here, for its cryptography
+
+    return AnswerProofs(Path(config.safety.audit_dir), lambda: (shard.description for shard in core.shards))
 
 
 def _new_result_cache(

@@ -36,7 +36,7 @@ def fingerprints(shards: Iterable[ShardDescription]) -> Mapping[str, ModelFinger
         by_model.setdefault(shard.model, []).append(shard)
     found: dict[str, ModelFingerprint] = {}
     for model, own in by_model.items():
-        first, *others = {_fingerprint(shard) for shard in own}
+        first, *others = {fingerprint_of(shard) for shard in own}
         if others or not first.variant:
             continue
         if not first.checksum:
@@ -46,7 +46,8 @@ def fingerprints(shards: Iterable[ShardDescription]) -> Mapping[str, ModelFinger
     return found
 
 
-def _fingerprint(shard: ShardDescription) -> ModelFingerprint:
+def fingerprint_of(shard: ShardDescription) -> ModelFingerprint:
+    """That of one shard."""
     return ModelFingerprint(
         shard.model,
         shard.model_version,

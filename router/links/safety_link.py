@@ -248,7 +248,7 @@ class SafetyLink:
                 self.judges.ask(question, stream)
         for verdict in frame.prompts:
             self._driver.dispatch(convert.verdict_from_proto(verdict))
-        if frame.slots or frame.halts or frame.closed_slots:
+        if frame.slots or frame.halts or frame.closed_slots or frame.flagged_slots:
             self._driver.dispatch(convert.screened_from_proto(frame))
         if stream.is_replaced and self._current is not None:
             stream.hand_over_to(self._current)

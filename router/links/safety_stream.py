@@ -189,6 +189,7 @@ class SafetyStream:
                     tenant=scope.tenant,
                     guardrails=scope.guardrails,
                     safety_identifier=scope.safety_identifier,
+                    request_id=shown_id(scope.request_id, scope.tenant),
                 )
                 for scope in outgoing.scopes
             ],

@@ -133,7 +133,7 @@ async def screened_world(
         world.tokenizer = tokenizer
         world.config.safety.on_unavailable = "refuse"
         policy_file = PolicyFile(str(policy))
-        world.config.safety.port = await _safety(stack, policy_file, safety_tracer)
+        world.config.safety.port = await serve_safety(stack, policy_file, Audit(tracer=safety_tracer))
         world.config.tracing = tracing
         stop_shard = await _shard(stack, world, engine, shard_tracer)
         await world.start_router()
@@ -164,9 +164,10 @@ def showing_tokenizer() -> ModelTokenizer:
     return ModelTokenizer(tokenizer, template=ChatTemplate(SHOWING, {}), eos_token_ids=frozenset({eos}))
 
 
-async def _safety(stack: contextlib.AsyncExitStack, policy_file: PolicyFile, tracer: Tracer | None) -> int:
+async def serve_safety(stack: contextlib.AsyncExitStack, policy_file: PolicyFile, audit: Audit) -> int:
+    """Returns its port."""
     server = grpc.aio.server()
-    servicer = SafetyServicer(policy_file, audit=Audit(tracer=tracer))
+    servicer = SafetyServicer(policy_file, audit=audit)
     stack.callback(servicer.close)
     add_SafetyServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

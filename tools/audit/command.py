@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
+import msgspec
 
 from kvloom_common.audit.keys import AuditKeys
 from kvloom_common.audit.log import (
@@ -33,7 +34,7 @@ from tools.options import config_option, load_config_file, option
 def verify(config_file: Path | None) -> None:
     """Verify the chain of every file, and print its head. Keep the heads elsewhere, since lines that are missing at the
     end of a file show by comparing with them."""
-    lines = list(_lines(_directory(config_file)))
+    lines = list(audit_lines(audit_directory(config_file)))
     for name, (count, last) in heads(lines).items():
         print(f"{name} {count} {last}")
     print(f"verified {len(lines)} records")
@@ -45,9 +46,9 @@ def verify(config_file: Path | None) -> None:
 @option("--rule", scope="audit", help="Only records of this rule.")
 def show(config_file: Path | None, tenant: str | None, rule: str | None) -> None:
     """Print the records as JSON lines, with the excerpts whose keys there are."""
-    directory = _directory(config_file)
+    directory = audit_directory(config_file)
     keys = AuditKeys(directory / KEYS)
-    for line in _lines(directory):
+    for line in audit_lines(directory):
         if tenant in (None, line.record.tenant) and rule in (None, line.record.rule):
             print(json.dumps(_shown(line, keys), ensure_ascii=False))
 
@@ -58,9 +59,9 @@ def show(config_file: Path | None, tenant: str | None, rule: str | None) -> None
 @option("--out", scope="audit", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The new file.")
 def export(config_file: Path | None, tenant: str, out: Path) -> None:
     """Write all that the log has of a tenant to a file, for the tenant."""
-    directory = _directory(config_file)
+    directory = audit_directory(config_file)
     keys = AuditKeys(directory / KEYS)
-    found = [_shown(line, keys) for line in _lines(directory) if line.record.tenant == tenant]
+    found = [_shown(line, keys) for line in audit_lines(directory) if line.record.tenant == tenant]
     try:
         with out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in found)
@@ -75,7 +76,7 @@ def export(config_file: Path | None, tenant: str, out: Path) -> None:
 @option("--user", scope="audit", help="Only those of this user (safety_identifier).")
 def erase(config_file: Path | None, tenant: str, user: str | None) -> None:
     """Destroy the keys of a tenant's excerpts, which nobody can read any more. The chain still verifies."""
-    directory = _directory(config_file)
+    directory = audit_directory(config_file)
     try:
         count = erase_excerpts(directory, "command", tenant, user)
     except OSError as error:
@@ -89,11 +90,8 @@ def erase(config_file: Path | None, tenant: str, user: str | None) -> None:
 @option("--reason", scope="audit", required=True, help="The reason, which the log keeps.")
 def reverse(config_file: Path | None, record_hash: str, reason: str) -> None:
     """Note that a decision was wrong. RECORD_HASH is the beginning of its hash, at least 8 characters."""
-    directory = _directory(config_file)
-    found = [line for line in _lines(directory) if len(record_hash) >= 8 and line.hash.startswith(record_hash)]
-    if len(found) != 1 or found[0].record.event not in ("blocked", "flagged"):
-        raise CommandError(f"{record_hash!r} is not the hash of one decision: there are {len(found)}")
-    [line] = found
+    directory = audit_directory(config_file)
+    line = decision_of(audit_lines(directory), record_hash)
     log = _writable(directory)
     try:
         log.append("reversed", tenant=line.record.tenant, rule=line.record.rule, reason=reason, about=line.hash)
@@ -108,13 +106,21 @@ def reverse(config_file: Path | None, record_hash: str, reason: str) -> None:
 @config_option
 def abuse(config_file: Path | None) -> None:
     """Count findings by tenant, user (safety_identifier) and rule: of the last day, and a day in the week before."""
-    rows = abuse_rows((line.record for line in _lines(_directory(config_file))), time.time())
+    rows = abuse_rows((line.record for line in audit_lines(audit_directory(config_file))), time.time())
     print("tenant\tsafety_identifier\trule\tlast_day\tper_day_before")
     for row in rows:
         print(f"{row.tenant}\t{row.safety_identifier}\t{row.rule}\t{row.num_last_day}\t{row.per_day_before:.1f}")
 
 
-def _directory(config_file: Path | None) -> Path:
+def decision_of(lines: Iterable[AuditLine], record_hash: str) -> AuditLine:
+    """The one decision whose hash begins so. Raises CommandError."""
+    found = [line for line in lines if len(record_hash) >= 8 and line.hash.startswith(record_hash)]
+    if len(found) != 1 or found[0].record.event not in ("blocked", "flagged"):
+        raise CommandError(f"{record_hash!r} is not the hash of one decision: there are {len(found)}")
+    return found[0]
+
+
+def audit_directory(config_file: Path | None) -> Path:
     directory = load_config_file(config_file).safety.audit_dir
     if not directory:
         raise CommandError("There is no audit log: safety.audit_dir is empty.")
@@ -128,7 +134,7 @@ def _writable(directory: Path) -> AuditLog:
         raise CommandError(f"{directory} cannot be written: {error.strerror}") from error
 
 
-def _lines(directory: Path) -> Iterator[AuditLine]:
+def audit_lines(directory: Path) -> Iterator[AuditLine]:
     try:
         yield from read_log(directory)
     except BrokenChainError as error:
@@ -141,10 +147,14 @@ def _lines(directory: Path) -> Iterator[AuditLine]:
 def _shown(line: AuditLine, keys: AuditKeys) -> dict[str, Any]:
     record = line.record
     at = datetime.datetime.fromtimestamp(record.at, datetime.UTC).isoformat(timespec="milliseconds")
-    shown = {"at": at, "event": record.event, "hash": line.hash}
+    shown: dict[str, Any] = {"at": at, "event": record.event, "hash": line.hash}
     for field in ("target", "rule", "policy", "tenant", "safety_identifier", "request_id", "reason", "about"):
         if value := getattr(record, field):
             shown[field] = value
+    if record.position is not None:
+        shown["position"] = record.position
+    if record.proof is not None:
+        shown["proof"] = msgspec.to_builtins(record.proof)
     if record.excerpt:
         shown["excerpt"] = keys.open(record.excerpt, record.tenant, record.day, record.safety_identifier) or "(erased)"
     return shown

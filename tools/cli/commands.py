@@ -129,6 +129,7 @@ def receipts() -> None:
         "show": "tools.audit.command:show",
         "abuse": "tools.audit.command:abuse",
         "reverse": "tools.audit.command:reverse",
+        "reproduce": "tools.audit.reproduce:reproduce",
         "export": "tools.audit.command:export",
         "erase": "tools.audit.command:erase",
     },

@@ -20,7 +20,7 @@ from kvloom.v1.shard_service_pb2 import (
     ShardSubmit,
 )
 from kvloom_common.config import KvloomConfig
-from kvloom_common.receipts.receipt import Bundle, Output, output_of, pooling_of, sampling_of, stop_of
+from kvloom_common.receipts.receipt import Output, RequestedGeneration, output_of, pooling_of, sampling_of, stop_of
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engine_multiplexer import EngineMultiplexer
 from shard_server.engines.base import Engine, adapters_of
@@ -68,13 +68,12 @@ class Rerunner:
         found = None if adapters is None else adapters.find(name)
         return "" if found is None else found.checksum
 
-    async def output(self, bundle: Bundle) -> list[Output]:
-        """The choices that this engine computes for the request, with its own adapter of that name. Raises KvloomError
-        if it refuses or fails it, ValueError if the request cannot be read."""
-        wanted = bundle.request
+    async def output(self, wanted: RequestedGeneration, adapter: str) -> list[Output]:
+        """The choices that this engine computes for the request, with its own adapter of that name ("": none). Raises
+        KvloomError if it refuses or fails it, ValueError if the request cannot be read."""
         slots = {next(self._slots): index for index in wanted.indexes}
         submit = ShardSubmit(
-            request_id=bundle.receipt.request_id,
+            request_id=f"rerun-{min(slots)}",
             attempt_id=1,
             prompt_token_ids=wanted.prompt_token_ids,
             sampling=sampling_of(wanted),
@@ -85,7 +84,6 @@ class Rerunner:
         pooling = pooling_of(wanted)
         if pooling is not None:
             submit.pooling.CopyFrom(pooling)
-        adapter = bundle.receipt.adapter
         if adapter:
             submit.adapter.CopyFrom(AdapterRef(name=adapter, checksum=self.adapter_checksum(adapter)))
         self._multiplexer.receive(self._connection, ShardServiceConnectRequest(submits=[submit]))

@@ -79,7 +79,7 @@ async def _rerun(bundle: Bundle, engine: Rerunner, checksum: str) -> tuple[list[
         if found != receipt.adapter_checksum:
             faults.append(ReceiptFault("adapter", _other_checksum("adapter", found, receipt.adapter_checksum)))
     try:
-        output = await engine.output(bundle)
+        output = await engine.output(bundle.request, receipt.adapter)
     except (KvloomError, ValueError) as error:
         return [*faults, ReceiptFault("tokens", f"the engine here does not compute it: {error}")], ""
     faults += _differences(bundle.output, output)

@@ -20,6 +20,7 @@ from lab.dst.witness import Witness
 from router.core.actions import (
     Action,
     AnswerCompleted,
+    AnswerFlagged,
     AnswerResampled,
     CancelOnShard,
     CheckPrompt,
@@ -293,6 +294,7 @@ class RouterNode:
                 | SequencesPreempted()
                 | PrefillLegCounted()
                 | AnswerResampled()
+                | AnswerFlagged()
                 | LimitsCounted()
                 | SideCallDecided()
             ):

@@ -18,7 +18,14 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
 )
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import AnswerCompleted, CancelOnShard, CompletedChoice, RequestEnded, SequencesPreempted
+from router.core.actions import (
+    AnswerCompleted,
+    AnswerFlagged,
+    CancelOnShard,
+    CompletedChoice,
+    RequestEnded,
+    SequencesPreempted,
+)
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
 from router.core.dispatch.refusals import adapter_not_found, no_shard_ready, request_quarantined
@@ -380,6 +387,9 @@ class Lifecycle:
             if self._hook is not None and live.first_sent_at is None:
                 self._hook.note_end_without_token(live, now)
             self._action_buffer.add(request_ended(live, now))
+            if live.is_flagged:
+                output = [(one.index, one.output_token_ids) for one in live.choices]
+                self._action_buffer.add(AnswerFlagged(request, output, live.last_shard_id, live.is_exact))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
 

@@ -129,7 +129,7 @@ class Screening:
             choice.prefilter = self._prefilter
             self._answers[slot] = choice
             request = choice.request.request
-            scope = AnswerScope(slot, request.tenant, request.guardrails, request.safety_identifier)
+            scope = AnswerScope(slot, request.tenant, request.guardrails, request.safety_identifier, request.request_id)
             self._action_buffer.screen_scopes.append(scope)
         if choice.num_skipped_chars:
             self._action_buffer.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))

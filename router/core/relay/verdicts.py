@@ -99,11 +99,16 @@ class Verdicts:
             if choice is not None and num_clear_chars > _num_screened_chars(choice):
                 raise protocol_violation("A screening frame clears text that does not exist.")
         self._lifecycle.leave_fast_paths()
+        for slot in answers.flagged_slots:
+            choice = screening.choice(slot)
+            if choice is not None:
+                choice.request.is_flagged = True
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
             if choice is not None and halt.rule_failed:
                 self._give_up(choice.request, now, RULE_FAILED, fails_closed=halt.fails_closed)
             elif choice is not None:
+                choice.request.is_flagged = True
                 self._lifecycle.halt(choice, halt.num_clear_chars, content_filtered(halt.message), now)
         for slot in answers.closed_slots:
             choice = screening.take_closed(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvloom.adapters import Adapter
@@ -14,6 +14,7 @@ from kvloom_common.receipts.receipt import (
     VERSION,
     Bundle,
     Receipt,
+    RequestedGeneration,
     SignedPrice,
     digest,
     encode_bundle,
@@ -23,7 +24,7 @@ from kvloom_common.receipts.receipt import (
 from kvloom_common.tenancy.prices import Prices
 from router.caller_scope import shown_id
 from router.core.actions import AnswerCompleted
-from router.core.events import TierRank
+from router.core.events import Request, TierRank
 from router.features.fingerprints import ModelFingerprint
 
 if TYPE_CHECKING:  # a router without receipts needs no cryptography
@@ -48,7 +49,6 @@ class ReceiptWriter:
         differed, or changed. `now` in seconds since 1970."""
         request = completed.request
         assert isinstance(request.sampling, SamplingParams)
-        assert isinstance(request.stop, StopConditions)
         choices = sorted(completed.choices, key=lambda choice: choice.index)
         output = [
             output_of(
@@ -63,12 +63,7 @@ class ReceiptWriter:
         price = self._prices().at(request.full_name, now)
         is_batch = request.tier is TierRank.BATCH
         of_model = UNKNOWN if fingerprint is None or not completed.is_exact else fingerprint
-        window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
-        max_tokens = window if request.max_tokens is None else min(request.max_tokens, window or request.max_tokens)
-        pooling = request.pooling
-        assert pooling is None or isinstance(pooling, Pooling)
-        indexes = [choice.index for choice in choices]
-        wanted = wanted_of(request.prompt_token_ids, request.sampling, request.stop, max_tokens, indexes, pooling)
+        wanted = requested(request, of_model, [choice.index for choice in choices])
         counts = (
             len(request.prompt_token_ids),
             choices[0].finish.num_cached_tokens,
@@ -102,6 +97,17 @@ class ReceiptWriter:
         )
         signature, key_id = self._signer.sign(receipt), self._signer.public.key_id
         return encode_bundle(Bundle(receipt=receipt, signature=signature, key_id=key_id, request=wanted, output=output))
+
+
+def requested(request: Request, of_model: ModelFingerprint, indexes: Sequence[int]) -> RequestedGeneration:
+    """The request as the engine of such a model got it."""
+    sampling, stop, pooling = request.sampling, request.stop, request.pooling
+    assert isinstance(sampling, SamplingParams)
+    assert isinstance(stop, StopConditions)
+    assert pooling is None or isinstance(pooling, Pooling)
+    window = max(of_model.max_model_len - len(request.prompt_token_ids), 0)
+    max_tokens = window if request.max_tokens is None else min(request.max_tokens, window or request.max_tokens)
+    return wanted_of(request.prompt_token_ids, sampling, stop, max_tokens, indexes, pooling)
 
 
 def chat_template_checksum(model: ServedModel | None) -> str:
