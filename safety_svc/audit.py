@@ -62,6 +62,7 @@ class Audit:
                 safety_identifier=found.safety_identifier,
                 request_id=found.names.get("request_id", ""),
                 position=found.position,
+                needs_review=found.needs_review,
             )
         except OSError as error:  # the text is blocked all the same
             log.warning("audit_write_failed", error=error.strerror, rule=found.rule)

@@ -35,7 +35,7 @@ from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
 from safety_svc.rule_fields import Target
-from safety_svc.rule_modes import IN_PROMPTS, Judge, UnknownGuardrailError
+from safety_svc.rule_modes import IN_PROMPTS, Judge, Mode, UnknownGuardrailError
 from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
 from safety_svc.watched_answers import WatchedAnswers
 
@@ -68,6 +68,8 @@ class Found(NamedTuple):
     excerpt: str = ""
     position: int | None = None
     """Where the forbidden passage begins; None: that is not known."""
+    needs_review: bool = False
+    """A person is to decide about it."""
 
 
 OnFound = Callable[[Found], None]
@@ -185,7 +187,7 @@ class ScreenConnection:
                     del self._answers[slot]
             owner = self._scopes.pop(slot, None)
             if screener is not None and screener.hit is None:
-                self._watched.end(slot, functools.partial(self._found_in_answer, owner, is_blocked=False))
+                self._watched.end(slot, functools.partial(self._flagged_in_answer, owner))
             response.closed_slots.append(slot)
         if response.ByteSize():
             await self._write(response)
@@ -256,25 +258,27 @@ class ScreenConnection:
         return screener
 
     def _note_flagged(self, slot: int, screener: AnswerScreener, response: ScreenResponse) -> None:
-        names = screener.new_flags()
-        if names:
+        new = screener.new_flags()
+        if new:
             response.flagged_slots.append(slot)
-        for name in names:
-            self._found_in_answer(self._scopes.get(slot), name, is_blocked=False)
+        for name, mode in new:
+            self._flagged_in_answer(self._scopes.get(slot), name, mode)
 
-    def _found_in_answer(
-        self, owner: AnswerScope | None, rule: str, position: int | None = None, *, is_blocked: bool
-    ) -> None:
+    def _flagged_in_answer(self, owner: AnswerScope | None, rule: str, mode: Mode) -> None:
+        self._on_found(self._in_answer(owner, rule, is_blocked=False)._replace(needs_review=mode == "review"))
+
+    def _in_answer(self, owner: AnswerScope | None, rule: str, *, is_blocked: bool) -> Found:
         owner = owner or AnswerScope()
         names = request_fields(owner.request_id, tenant=owner.tenant)
         subject = self._policy_file.current.revision, names, owner.tenant, owner.safety_identifier
-        self._on_found(Found("answer", rule, is_blocked, *subject, position=position))
+        return Found("answer", rule, is_blocked, *subject)
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
         self._watched.drop(slot)
         if not hit.is_failure:
-            self._found_in_answer(self._scopes.get(slot), hit.rule.name, hit.start, is_blocked=True)
+            found = self._in_answer(self._scopes.get(slot), hit.rule.name, is_blocked=True)
+            self._on_found(found._replace(position=hit.start))
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
 
     def _verdict(self, policy: SafetyPolicy, check: PromptCheck, hit: Hit | None, judge: Judge) -> PromptVerdict:
@@ -289,8 +293,8 @@ class ScreenConnection:
             verdict.rules.extend(name for name in names_held if name not in judge.unapplied)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
         subject = policy.revision, names, check.tenant, check.safety_identifier
-        for name in judge.flagged:
-            self._on_found(Found("prompt", name, False, *subject))
+        for name, mode in judge.flagged.items():
+            self._on_found(Found("prompt", name, False, *subject, needs_review=mode == "review"))
         if hit is not None:
             verdict.finding.CopyFrom(finding(hit))
             if not hit.is_failure:

@@ -226,8 +226,8 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
 
 def _outside(fields: OutsideFields, folder: Path) -> OutsideRule:
     """Raises PolicyError."""
-    if "answer" in fields.applies_to and not {fields.mode, *fields.tenants.values()} <= {"monitor", "off"}:
-        message = "answers are judged when they have been shown: use the mode monitor, or applies_to = ['prompt']"
+    if "answer" in fields.applies_to and not {fields.mode, *fields.tenants.values()} <= {"monitor", "review", "off"}:
+        message = "answers are judged when they have been shown: use mode monitor or review, or applies_to = ['prompt']"
         raise PolicyError(f"rule {fields.name!r}: {message}")
     return _guardrail(fields, folder) if isinstance(fields, GuardrailFields) else _model_judge(fields)
 

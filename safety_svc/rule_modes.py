@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal, Protocol
 
-Mode = Literal["gate", "monitor", "mask", "async", "off"]
+Mode = Literal["gate", "monitor", "review", "mask", "async", "off"]
 """gate: forbidden text is not shown. async: an answer is shown at once, and ends at forbidden text. mask: prompts get
-placeholders (pii.py), and what a model writes is noted. monitor: forbidden text is noted."""
+placeholders (pii.py), and what a model writes is noted. monitor: forbidden text is noted. review: it is noted, for a
+person to decide about."""
 OnFailure = Literal["", "refuse", "allow"]
 """The fate of a text to which a rule cannot be applied. "": `safety.on_unavailable` decides."""
 
 IN_PROMPTS: Final[frozenset[Mode]] = frozenset(("gate", "async", "mask"))
 """Modes that refuse a prompt: edges have masked what they could."""
 HOLDING: Final[frozenset[Mode]] = frozenset(("gate",))
-ALL_MODES: Final[frozenset[Mode]] = frozenset(("gate", "monitor", "mask", "async"))
+ALL_MODES: Final[frozenset[Mode]] = frozenset(("gate", "monitor", "review", "mask", "async"))
 WATCHING: Final[frozenset[Mode]] = frozenset(("async",))
 _MAX_SCOPES: Final = 4096
 
@@ -116,9 +117,9 @@ class Judge:
 
     __slots__ = ("_blocking", "_modes", "flagged", "unapplied")
 
-    def __init__(self, scope: Scope, blocking: Collection[Mode], flagged: dict[str, None]) -> None:
-        """A passage of a rule in one of the modes `blocking` ends the text; `flagged` gets the names of rules that only
-        note it."""
+    def __init__(self, scope: Scope, blocking: Collection[Mode], flagged: dict[str, Mode]) -> None:
+        """A passage of a rule in one of the modes `blocking` ends the text; `flagged` gets the names and modes of rules
+        that only note it."""
         self._modes = scope.modes
         self._blocking = blocking
         self.flagged = flagged
@@ -128,8 +129,8 @@ class Judge:
     def forbids(self, rule: NamedRule) -> bool:
         """True when the text may not be shown from the passage on. Notes what is only noted."""
         mode = self._modes.get(rule.name)
-        if mode in ("monitor", "mask") and mode not in self._blocking:
-            self.flagged[rule.name] = None
+        if mode in ("monitor", "review", "mask") and mode not in self._blocking:
+            self.flagged[rule.name] = mode
         return mode in self._blocking
 
     def holds(self, rule: NamedRule) -> bool:

@@ -14,7 +14,7 @@ from kvloom_common.text.json_escapes import ESCAPE, pieces
 from safety_svc.pattern_scan import PatternScan
 from safety_svc.phrase_scan import PhraseScan
 from safety_svc.policy import Hit, RuleSet, worst
-from safety_svc.rule_modes import HOLDING, WATCHING, Judge, Scope
+from safety_svc.rule_modes import HOLDING, WATCHING, Judge, Mode, Scope
 
 
 class EscapedScan:
@@ -130,8 +130,8 @@ class AnswerScreener:
 
     def __init__(self, rules: RuleSet, watched: RuleSet | None = None, scope: Scope | None = None) -> None:
         """`rules` withhold text, and those of `watched` do not. `scope` says which of them hold; None: all `rules`."""
-        self.flagged: dict[str, None] = {}
-        """The names of rules that only note what they find, and have found something."""
+        self.flagged: dict[str, Mode] = {}
+        """The names and modes of rules that only note what they find, and have found something."""
         self._scans = _scans(rules, None if scope is None else Judge(scope, HOLDING, self.flagged))
         self._watchers: list[Scan] = []
         if scope is not None and watched:
@@ -146,11 +146,11 @@ class AnswerScreener:
         """Judge the next characters."""
         self._judge(delta, is_end=False)
 
-    def new_flags(self) -> Sequence[str]:
-        """Return the names of rules that have noted something for the first time since the last call."""
+    def new_flags(self) -> Sequence[tuple[str, Mode]]:
+        """Return the names and modes of rules that have noted something for the first time since the last call."""
         if len(self.flagged) == self._num_told:
             return ()
-        new = list(self.flagged)[self._num_told :]
+        new = list(self.flagged.items())[self._num_told :]
         self._num_told += len(new)
         return new
 

@@ -43,7 +43,7 @@ from safety_svc.masks import masks_of
 from safety_svc.metrics import PROMPTS, STREAMS
 from safety_svc.policy import Hit, PolicyError, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
-from safety_svc.rule_modes import UnknownGuardrailError
+from safety_svc.rule_modes import Mode, UnknownGuardrailError
 from safety_svc.rule_plugins import RuleFailedError
 from safety_svc.screen import CHARS_PER_SLICE, AnswerScreener, check_long_prompt, check_prompt, is_long
 
@@ -99,8 +99,8 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         if hit is None and policy.guardrails:
             hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant}, self._ask_model())
         subject = policy.revision, request_fields(tenant=request.tenant), request.tenant
-        for name in judge.flagged:
-            self._audit(Found("prompt", name, False, *subject))
+        for name, mode in judge.flagged.items():
+            self._audit(Found("prompt", name, False, *subject, needs_review=mode == "review"))
         if hit is None:
             return safety_service_pb2.CheckPromptResponse(
                 decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
@@ -255,8 +255,9 @@ async def judged(
         if hit is None and policy.guardrails:
             hit = await guardrails.judge(policy, text, judge, names, ask_model)
         flagged = judge.flagged
-    for rule in flagged:
-        on_found(Found(target, rule, False, policy.revision, names, wish.tenant))
+    for rule, mode in flagged.items():
+        found = Found(target, rule, False, policy.revision, names, wish.tenant)
+        on_found(found._replace(needs_review=mode == "review"))
     if hit is None:
         return Classification(masks=masks), None
     if not hit.is_failure:
@@ -265,7 +266,7 @@ async def judged(
     return Classification(masks=masks, finding=finding(hit)), hit
 
 
-async def _judged_answer(policy: SafetyPolicy, text: str, wish: CheckWish) -> tuple[Hit | None, dict[str, None]]:
+async def _judged_answer(policy: SafetyPolicy, text: str, wish: CheckWish) -> tuple[Hit | None, dict[str, Mode]]:
     scope = policy.scopes.of(wish.tenant, wish.guardrails)
     screener = AnswerScreener(policy.answer, policy.watched_answer, scope)
     for start in range(0, len(text), CHARS_PER_SLICE):

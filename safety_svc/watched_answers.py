@@ -10,7 +10,7 @@ from typing import Final
 from kvloom_common.process.failure_log import FailureLog
 from safety_svc.guardrails import AskModel, Guardrails
 from safety_svc.policy import SafetyPolicy
-from safety_svc.rule_modes import WATCHING, Judge, Scope
+from safety_svc.rule_modes import WATCHING, Judge, Mode, Scope
 
 MAX_ANSWER_CHARS: Final = 262_144
 MAX_CHARS: Final = 32 * 2**20
@@ -18,7 +18,7 @@ MAX_CHARS: Final = 32 * 2**20
 MAX_JUDGED: Final = 256
 """So many answers of one router are judged at a time. Further ones are not."""
 
-OnFlag = Callable[[str], None]
+OnFlag = Callable[[str, Mode], None]
 
 
 class _Answer:
@@ -67,7 +67,7 @@ class WatchedAnswers:
             self._num_chars -= answer.num_chars
 
     def end(self, slot: int, on_flag: OnFlag) -> None:
-        """Judge an answer that has ended. `on_flag` gets the names of the rules that note something."""
+        """Judge an answer that has ended. `on_flag` gets the names and modes of the rules that note something."""
         answer = self._answers.pop(slot, None)
         if answer is None:
             return
@@ -90,7 +90,7 @@ class WatchedAnswers:
             judge = Judge(answer.scope, WATCHING, {})
             text, names = "".join(answer.pieces), {"tenant": answer.tenant}
             await self._guardrails.judge_answer(answer.policy, text, judge, names, self._ask_model)
-            for name in judge.flagged:
-                on_flag(name)
+            for name, mode in judge.flagged.items():
+                on_flag(name, mode)
         finally:
             self._num_chars -= answer.num_chars

@@ -25,7 +25,7 @@ KEYS: Final = "keys"
 """The directory of the keys, within that of the log."""
 FIRST: Final = "0" * 64
 """The hash before the first record of a file."""
-Event = Literal["blocked", "flagged", "computed", "erased", "reversed"]
+Event = Literal["blocked", "flagged", "computed", "erased", "upheld", "reversed"]
 
 
 class AnswerProof(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -71,14 +71,16 @@ class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     request_id: str = ""
     position: int | None = None
     """Where the passage begins, in characters; None: that is not known."""
+    needs_review: bool = False
+    """A person is to decide about it: see the records that are `about` it."""
     proof: AnswerProof | None = None
     """Of an answer (`computed`), written by its router."""
     excerpt: str = ""
     """The passage with the text around it, encrypted; "" if there is none."""
     reason: str = ""
-    """The reason why a decision was reversed, whose record this one names."""
+    """The reason why a decision was upheld or reversed."""
     about: str = ""
-    """The hash of the record that was reversed."""
+    """The hash of that decision's record."""
 
     @property
     def day(self) -> datetime.date:

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from kvloom_common.audit.log import AuditLine, AuditLog, read_log
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom_common.audit.log import AnswerProof, AuditLine, AuditLog, read_log
 from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
-from kvloom_common.receipts.receipt import digest
+from kvloom_common.receipts.receipt import digest, without_content
+from kvloom_common.receipts.receipt import wanted_of as requested
 from kvloom_common.text.tokenizer import ModelTokenizer
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
@@ -152,11 +154,6 @@ async def test_two_hundred_answers_of_the_torch_engine(
 
 def test_a_request_with_a_stop_string_needs_it_again() -> None:
     """It is a text of the client, so it is not kept; everything else is."""
-    from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-    from kvloom_common.audit.log import AnswerProof
-    from kvloom_common.receipts.receipt import wanted_of as requested
-    from kvloom_common.receipts.receipt import without_content
-
     wanted = requested([1, 2], SamplingParams(seed=7), StopConditions(stop=["secret"], max_tokens=3), 3, [0])
     plain = without_content(wanted)
     assert "secret" not in str(plain)

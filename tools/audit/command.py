@@ -21,6 +21,7 @@ from kvloom_common.audit.log import (
     AuditLog,
     AuditRecord,
     BrokenChainError,
+    Event,
     erase_excerpts,
     heads,
     read_log,
@@ -86,20 +87,47 @@ def erase(config_file: Path | None, tenant: str, user: str | None) -> None:
 
 @click.command()
 @config_option
+@option("--tenant", scope="audit", help="Only decisions about this tenant's texts.")
+def review(config_file: Path | None, tenant: str | None) -> None:
+    """Print the decisions of rules in mode `review` that nobody has upheld or reversed, as JSON lines."""
+    directory = audit_directory(config_file)
+    keys, lines = AuditKeys(directory / KEYS), list(audit_lines(directory))
+    decided = {line.record.about for line in lines}
+    for line in lines:
+        record = line.record
+        if record.needs_review and line.hash not in decided and tenant in (None, record.tenant):
+            print(json.dumps(_shown(line, keys), ensure_ascii=False))
+
+
+@click.command()
+@config_option
+@click.argument("record_hash")
+@option("--reason", scope="audit", required=True, help="The reason, which the log keeps.")
+def uphold(config_file: Path | None, record_hash: str, reason: str) -> None:
+    """Note that a decision was right. RECORD_HASH is the beginning of its hash, at least 8 characters."""
+    _decide(audit_directory(config_file), record_hash, "upheld", reason)
+
+
+@click.command()
+@config_option
 @click.argument("record_hash")
 @option("--reason", scope="audit", required=True, help="The reason, which the log keeps.")
 def reverse(config_file: Path | None, record_hash: str, reason: str) -> None:
     """Note that a decision was wrong. RECORD_HASH is the beginning of its hash, at least 8 characters."""
-    directory = audit_directory(config_file)
+    _decide(audit_directory(config_file), record_hash, "reversed", reason)
+
+
+def _decide(directory: Path, record_hash: str, event: Event, reason: str) -> None:
+    """Raises CommandError."""
     line = decision_of(audit_lines(directory), record_hash)
     log = _writable(directory)
     try:
-        log.append("reversed", tenant=line.record.tenant, rule=line.record.rule, reason=reason, about=line.hash)
+        log.append(event, tenant=line.record.tenant, rule=line.record.rule, reason=reason, about=line.hash)
     except OSError as error:
         raise CommandError(f"{directory}: {error.strerror}") from error
     finally:
         log.close()
-    print(f"reversed {line.hash}")
+    print(f"{event} {line.hash}")
 
 
 @click.command()
@@ -151,6 +179,8 @@ def _shown(line: AuditLine, keys: AuditKeys) -> dict[str, Any]:
     for field in ("target", "rule", "policy", "tenant", "safety_identifier", "request_id", "reason", "about"):
         if value := getattr(record, field):
             shown[field] = value
+    if record.needs_review:
+        shown["needs_review"] = True
     if record.position is not None:
         shown["position"] = record.position
     if record.proof is not None:

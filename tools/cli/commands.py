@@ -128,6 +128,8 @@ def receipts() -> None:
         "verify": "tools.audit.command:verify",
         "show": "tools.audit.command:show",
         "abuse": "tools.audit.command:abuse",
+        "review": "tools.audit.command:review",
+        "uphold": "tools.audit.command:uphold",
         "reverse": "tools.audit.command:reverse",
         "reproduce": "tools.audit.reproduce:reproduce",
         "export": "tools.audit.command:export",

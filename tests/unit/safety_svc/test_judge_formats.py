@@ -90,7 +90,7 @@ def test_what_models_are_told() -> None:
         ('format = "granite_guardian"\ncategories = ["harm", "violence"]', "at most one"),
         ('format = "gpt_oss_safeguard"', "give a policy"),
         ('format = "another"', "Invalid enum value"),
-        ('format = "llama_guard"\napplies_to = ["answer"]', "use the mode monitor"),
+        ('format = "llama_guard"\napplies_to = ["answer"]', "use mode monitor or review"),
         ('format = "llama_guard"\nphrases = ["x"]', "unknown field"),
     ],
 )

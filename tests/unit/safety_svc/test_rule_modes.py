@@ -119,9 +119,9 @@ def test_flags_are_told_once(policy: SafetyPolicy) -> None:
     """A rule that finds something in every step is counted once an answer."""
     watched = screener(policy, "watched")
     watched.push("launch code launch code ")
-    assert watched.new_flags() == ["codes"]
+    assert watched.new_flags() == [("codes", "monitor")]
     watched.push("launch code k12 ")
-    assert watched.new_flags() == ["key"]
+    assert watched.new_flags() == [("key", "monitor")]
     assert watched.new_flags() == ()
 
 

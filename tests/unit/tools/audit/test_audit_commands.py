@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvloom.v1.safety_service_pb2 import CheckPromptRequest
+from kvloom.v1.safety_service_pb2 import DECISION_ALLOW, CheckPromptRequest
 from kvloom_common.audit.log import AuditLog, AuditRecord
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
@@ -70,6 +70,28 @@ def test_a_decision_is_reversed_with_a_reason(config: Path) -> None:
     assert (reversal["about"], reversal["reason"]) == (blocked["hash"], "It was a film.")
     for name in ("0" * 10, blocked["hash"][:4], reversal["hash"]):
         assert run(config, "reverse", name, "--reason", "x").exit_code != 0
+
+
+def test_a_rule_in_mode_review_is_decided_about_by_a_person(tmp_path: Path) -> None:
+    """What it finds is shown to the client, and listed until it is upheld or reversed. What others note is not."""
+    policy, config = tmp_path / "policy.toml", tmp_path / "kvloom.toml"
+    policy.write_text(
+        '[[rules]]\nname = "doubt"\nphrases = ["launch code"]\nmode = "monitor"\ntenants = {acme = "review"}\n'
+    )
+    config.write_text(f'[safety]\naudit_dir = "{tmp_path / "audit"}"\npolicy_file = "{policy}"\n')
+    with contextlib.closing(AuditLog(tmp_path / "audit", "safety")) as log:
+        servicer = SafetyServicer(PolicyFile(str(policy)), audit=Audit(log))
+        for tenant in ("acme", "acme", "rival"):
+            check = servicer.CheckPrompt(CheckPromptRequest(text=TEXT, tenant=tenant), None)  # pyright: ignore
+            assert asyncio.run(check).decision == DECISION_ALLOW
+    first, second = [json.loads(line) for line in run(config, "review").output.splitlines()]
+    assert (first["tenant"], first["event"], first["needs_review"]) == ("acme", "flagged", True)
+    assert run(config, "uphold", first["hash"], "--reason", "It was meant.").exit_code == 0
+    assert run(config, "review").output.strip() == json.dumps(second)
+    assert run(config, "reverse", second["hash"], "--reason", "A quote.").exit_code == 0
+    assert run(config, "review", "--tenant", "acme").output == ""
+    decided = [(each["about"], each["reason"]) for each in shown(config) if each["event"] in ("upheld", "reversed")]
+    assert decided == [(first["hash"], "It was meant."), (second["hash"], "A quote.")]
 
 
 def test_a_changed_log_is_reported(config: Path, tmp_path: Path) -> None:
