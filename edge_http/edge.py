@@ -12,6 +12,7 @@ from edge_http.answers.answer import AnswerFeature
 from edge_http.answers.features import CacheUseHeaders, ReceiptDetails
 from edge_http.metrics import EdgeMetrics
 from edge_http.offered_models import OfferedModels
+from edge_http.openai.responses.left_summaries import LeftSummaries
 from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.resume.idempotent_answers import IdempotentAnswer, IdempotentAnswers
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
@@ -92,6 +93,8 @@ class Edge:
         self.access_log = access_log
         self.cors = Cors(edge.cors_origins) if edge.cors_origins else None
         self.sockets = OpenSockets()
+        self.summaries = LeftSummaries(edge.summary_model) if edge.summary_model else None
+        """None: turns that are left out are not summed up."""
         self.write_coalescer = WriteCoalescer()
         self.keep_alive = KeepAlive(edge.stream_keep_alive_seconds, edge.stream_head_seconds)
         self.features: Sequence[AnswerFeature] = (

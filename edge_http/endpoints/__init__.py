@@ -19,6 +19,8 @@ responses.py   POST /v1/responses
 preparing.py   responses without an output
 file_search.py  searches vector stores for what the user asks
 response_job.py  from the body of a response to its job
+shortening.py  conversations that are too long for the model's window
+summarizing.py  sums up what was left out of them
 compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued
 background.py  background responses
 ownership.py   who owns stored objects

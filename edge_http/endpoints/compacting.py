@@ -20,7 +20,9 @@ from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.response_job import CompactedInput, input_of, response_job, seal_of
 from edge_http.endpoints.routed import GenerationApi, serve_generation
+from edge_http.endpoints.shortening import MAX_SUMMARY_TOKENS
 from edge_http.endpoints.stored_input import StoredInput, stored_of
+from edge_http.endpoints.summarizing import SummaryResponse
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.responses.compaction import (
     compacted,
@@ -35,7 +37,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.models.model_routes import BYTES_PER_TOKEN
 from kvloom_common.models.served_model import ServedModel
 
-MAX_SUMMARY_TOKENS: Final = 1024
 WINDOW_SHARE: Final = 0.75
 """The part of a model's window from which on a conversation is compacted, if the request says no threshold."""
 SAID_SHARE: Final = 0.25
@@ -74,7 +75,7 @@ async def managed_job(
     summarizing = await _summarizing_job(edge, request, raw, body, model, before)
     if summarizing is None:
         return job
-    response = msgspec.json.decode(await collected_within(edge, request, summarizing), type=_Response)
+    response = msgspec.json.decode(await collected_within(edge, request, summarizing), type=SummaryResponse)
     max_chars = int(threshold * SAID_SHARE) * BYTES_PER_TOKEN
     part = compacted(before, turn, response.text, max_chars)
     item = seal_of(edge, request).item(_new_id(), part)
@@ -149,7 +150,7 @@ async def _compacting_job(
 
 def _compaction(edge: Edge, request: web.BaseRequest, items: Sequence[msgspec.Raw], answer: bytes) -> bytes:
     """The body of a compaction, out of that of the response that has the summary."""
-    response = msgspec.json.decode(answer, type=_Response)
+    response = msgspec.json.decode(answer, type=SummaryResponse)
     part = compacted(items, (), response.text)
     item = seal_of(edge, request).item(_new_id(), part)
     return encode_json(
@@ -178,28 +179,6 @@ def _user(text: str) -> msgspec.Raw:
 
 def _new_id() -> str:
     return f"cmp_{os.urandom(24).hex()}"
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str = ""
-
-
-class _Output(msgspec.Struct):
-    type: str
-    content: list[_Part] = []
-
-
-class _Response(msgspec.Struct):
-    id: str
-    created_at: int
-    output: list[_Output]
-    usage: msgspec.Raw
-
-    @property
-    def text(self) -> str:
-        parts = [part for item in self.output if item.type == "message" for part in item.content]
-        return "".join(part.text for part in parts if part.type == "output_text").strip()
 
 
 def _decode(edge: Edge, request: web.BaseRequest, raw: bytes) -> CompactBody:

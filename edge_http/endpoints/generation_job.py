@@ -13,6 +13,7 @@ from edge_http.endpoints.moderating import WantedModeration
 from edge_http.endpoints.objectives import TimedJob
 from edge_http.openai.prompt import PromptInput
 from edge_http.openai.prompt_report import PromptReport
+from edge_http.openai.responses.left_summaries import LeftTurns
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 
@@ -50,6 +51,10 @@ class GenerationJob(TimedJob):
     """Makes the body out of that of the response. None: it is that."""
     carried: CarriedOutput | None = None
     """The beginning of its output, which another request has generated. None: there is none."""
+    unsummed: LeftTurns | None = None
+    """The turns that it leaves out, and of which there is no summary yet. None: there are none, or nothing sums up."""
+    has_summary: bool = False
+    """Its prompt has a summary, and so does not follow from the conversation alone."""
     moderation: WantedModeration | None = None
     originals: Mapping[str, str] = {}
     """Texts that are hidden from the model, by their placeholders."""

@@ -14,12 +14,13 @@ from edge_http.endpoints.file_search import search_headers
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.moderating import moderation_of
+from edge_http.endpoints.shortening import Shortened, shortened
 from edge_http.endpoints.stored_input import StoredInput
 from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.responses.compaction import CompactionSeal, unfolded
-from edge_http.openai.responses.context_window import ANSWER_SHARE, fitting
+from edge_http.openai.responses.context_window import ANSWER_SHARE
 from edge_http.openai.responses.file_search import OPTION as FILE_SEARCH
 from edge_http.openai.responses.file_search import FileSearch, with_passages
 from edge_http.openai.responses.formatter import LEADING
@@ -90,10 +91,12 @@ async def response_job(
         earlier = [*stored.prompt.items, *earlier]
         instructions = stored.prompt.instructions if instructions is None else instructions
     messages, originals = conversation(context[1], instructions, earlier, context[2]), NOTHING_HIDDEN
-    scope = edge.callers.cache_scope_of(request)
+    scope, cut = edge.callers.cache_scope_of(request), Shortened(())
     if body.truncation == "auto" and (window := edge.models.window(model.name)):
         room = window - (body.max_output_tokens or int(window * ANSWER_SHARE))
-        messages = await fitting(messages, plan.tools, model.tokenizer, room, scope)
+        # A background response that is generated again must have the same prompt.
+        cut = await shortened(edge, messages, plan.tools, model, room, scope, may_have_summary=run is None)
+        messages = cut.messages
     if search is not None:
         messages = with_passages(messages, search.passages)
     if edge.config.masks_prompts:
@@ -143,4 +146,6 @@ async def response_job(
         guide_field="" if guide is None else guide.field,
         moderation=None if body.moderation is None else moderation_of(body.moderation, messages),
         originals=originals,
+        unsummed=cut.unsummed,
+        has_summary=cut.has_summary,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -23,6 +24,7 @@ from edge_http.endpoints.response_job import response_job
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.endpoints.stored import generate_stored, keeping
 from edge_http.endpoints.stored_input import StoredInput, state_echo, stored_of
+from edge_http.endpoints.summarizing import begin_summary
 from edge_http.openai.responses.file_search import FileSearch
 from edge_http.openai.responses.parameters import as_chat
 from edge_http.openai.responses.requests import (
@@ -89,9 +91,23 @@ async def _stored_job(
     else:
         if stored.generation and isinstance(body.at, int):
             fork(job, stored.generation, body.at)
-        stored.has_more = search is not None
+        stored.has_more = search is not None or job.has_summary
         job.keep = keeping(link, owner, body, stored, job)
     return job
+
+
+def _summed_up(make_job: Callable[..., Awaitable[GenerationJob]]) -> Callable[..., Awaitable[GenerationJob]]:
+    """Returns what makes the same job, and has the turns summed up that this leaves out."""
+
+    async def make(
+        edge: Edge, request: web.BaseRequest, raw: bytes, body: ResponsesBody, model: ServedModel
+    ) -> GenerationJob:
+        job = await make_job(edge, request, raw, body, model)
+        if job.unsummed is not None:
+            begin_summary(edge, request, body, job.unsummed)
+        return job
+
+    return make
 
 
 def _decode_stored(edge: Edge, request: web.BaseRequest, raw: bytes) -> StoredResponsesBody:
@@ -115,7 +131,7 @@ def _features(body: ResponsesBody) -> frozenset[Feature]:
 
 _STORED_API: Final[GenerationApi[StoredResponsesBody]] = GenerationApi(
     decode=_decode_stored,
-    make_job=_stored_job,
+    make_job=_summed_up(_stored_job),
     features=_features,
     max_answer_tokens=lambda body: body.max_output_tokens or 0,
     user_text=lambda body: body.input if isinstance(body.input, str) else last_user_text(body.input),
@@ -124,7 +140,7 @@ _STORED_API: Final[GenerationApi[StoredResponsesBody]] = GenerationApi(
 )
 _API: Final[GenerationApi[ResponsesBody]] = GenerationApi(
     decode=lambda edge, request, raw: decode_responses(raw, edge.config.max_messages, edge.fields, request.headers),
-    make_job=managed_job,
+    make_job=_summed_up(managed_job),
     features=_features,
     max_answer_tokens=lambda body: body.max_output_tokens or 0,
     user_text=lambda body: body.input if isinstance(body.input, str) else last_user_text(body.input),

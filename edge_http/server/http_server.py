@@ -191,6 +191,8 @@ class EdgeServer:
 
     async def stop(self) -> None:
         """Close all connections. Requests that still run are cancelled, in the engine too."""
+        if self._edge.summaries is not None:
+            await self._edge.summaries.close()
         await self._edge.resume.close()
         await self._edge.idempotent_answers.close()
         await self._runner.cleanup()

@@ -17,7 +17,3 @@ resumed_call.py          `Generate` by RPC that survives lost connections and lo
 migrating_generation.py  the progress of such an answer, and the request that continues it
 router_routes.py         which router such an answer asks next
 """
-
-from kvloom.client.client import Client as Client
-
-__all__ = ["Client"]

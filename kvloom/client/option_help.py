@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ def lists_options(method: _F) -> _F:
     return method
 
 
+@functools.cache
 def option_descriptions() -> Mapping[str, str]:
     """The docstring of each option, which Python does not keep; without the source, their types."""
     described = {name: f"{_type_of(name)}." for name in GenerateOptions.__annotations__}

@@ -18,7 +18,7 @@ from kvloom.backoff import Backoff
 from kvloom.client.generation import Delta
 from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.client.router_channels import ASK_ELSEWHERE, RouterChannels
-from kvloom.client.router_routes import RouterRoutes
+from kvloom.client.router_routes import CONTINUES_KEY, RouterRoutes
 from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.tracked_request import REFUSALS
@@ -26,9 +26,6 @@ from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest, ResumeRequest
 
-CONTINUES_KEY: Final = "kvloom-goes-on"
-"""In the initial metadata of a Generate: the router supports `partial_choices`. One that does not would generate the
-answer again from its beginning."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 2.0
 _BACKOFF: Final = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=lambda: random.uniform(0.5, 1.0))

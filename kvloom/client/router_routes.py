@@ -16,6 +16,9 @@ from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
 ADDRESS_KEY: Final = "kvloom-router-address"
 """In the initial metadata of a resumable Generate: the address at which only this router listens, percent-encoded."""
+CONTINUES_KEY: Final = "kvloom-goes-on"
+"""In the initial metadata of a Generate: the router supports `partial_choices`. One that does not would generate the
+answer again from its beginning."""
 CANCEL_TIMEOUT_SECONDS: Final = 2.0
 
 

@@ -39,3 +39,5 @@ class ChatMessage(NamedTuple):
     """The tool whose result it is."""
     reasoning: str = ""
     """The assistant's thoughts before it answered."""
+    is_pinned: bool = False
+    """Its turn stays when the earliest turns of a conversation are left out."""

@@ -78,6 +78,9 @@ class EdgeConfig(Section):
     strict_fields: bool = False
     """True refuses requests with fields that are not known (docs/reference/http-api.md). The header x-kvloom-strict
     says it for one request."""
+    summary_model: str = ""
+    """The model that sums up, in the background, what `truncation: "auto"` leaves out of long conversations
+    (docs/how-to/stored-state.md). Empty: what is left out is gone."""
     allow_adapter_changes: bool = False
     """True serves POST /v1/load_lora_adapter and /v1/unload_lora_adapter, to all callers of the API."""
     adapters_dir: FilePath = ""

@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 import grpc
 
-from kvloom.client.resumed_call import CONTINUES_KEY
-from kvloom.client.router_routes import ADDRESS_KEY
+from kvloom.client.router_routes import ADDRESS_KEY, CONTINUES_KEY
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
 from kvloom.v1.error_reason_pb2 import ErrorReason

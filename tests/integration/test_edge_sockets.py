@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvloom_common.parsers.spec import ParserSpec
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import SEARCH_KEY, two_organisations
 from tests.fakes.fake_router_link import answer
+from tests.fakes.socket_client import connected
 from tests.fakes.tenants import callers_of
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -31,48 +31,6 @@ TOOL = {"type": "function", "name": "get_weather"}
 async def world() -> AsyncIterator[EdgeWorld]:
     async with edge_world(output=ParserSpec(tools="hermes")) as started:
         yield started
-
-
-class Client:
-    """A connection, and what it has received."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.socket = socket
-
-    async def create(self, text: str = "the fox", **fields: Any) -> None:
-        await self.socket.send_json({"type": "response.create", "model": "tiny", "input": text, **fields})
-
-    async def next(self) -> dict[str, Any]:
-        return json.loads(await self.socket.receive_str(timeout=5))
-
-    async def until(self, *kinds: str) -> list[dict[str, Any]]:
-        """The messages up to one of these kinds."""
-        messages = [await self.next()]
-        while messages[-1]["type"] not in kinds:
-            messages.append(await self.next())
-        return messages
-
-    async def ended(self) -> dict[str, Any]:
-        """The response that ends next."""
-        kinds = ("response.completed", "response.incomplete", "response.failed")
-        return (await self.until(*kinds))[-1]["response"]
-
-    async def error(self) -> dict[str, Any]:
-        return (await self.until("error"))[-1]
-
-    async def close_code(self) -> int | None:
-        while (message := await self.socket.receive(timeout=5)).type not in (
-            aiohttp.WSMsgType.CLOSE,
-            aiohttp.WSMsgType.CLOSED,
-        ):
-            pass
-        return message.data if message.type is aiohttp.WSMsgType.CLOSE else self.socket.close_code
-
-
-@contextlib.asynccontextmanager
-async def connected(world: EdgeWorld, **options: Any) -> AsyncIterator[Client]:
-    async with world.http.ws_connect(f"{world.url}/v1/responses", **options) as socket:
-        yield Client(socket)
 
 
 async def test_events_are_those_of_a_stream(world: EdgeWorld) -> None:
@@ -359,12 +317,6 @@ async def test_keys_are_checked_for_each_message(tmp_path: Path) -> None:
 # -- steering ---------------------------------------------------------------------------------------------------------
 
 
-async def steer(client: Client, response_id: str, given: Any = "Use metric units.", **more: Any) -> None:
-    await client.socket.send_json(
-        {"type": "response.steer", "previous_response_id": response_id, "input": given, **more}
-    )
-
-
 async def test_steering_ends_a_response_and_begins_the_next(world: EdgeWorld) -> None:
     """The client sees at once what it has asked for; what was generated so far stays part of the conversation."""
     async with connected(world) as client:
@@ -373,7 +325,7 @@ async def test_steering_ends_a_response_and_begins_the_next(world: EdgeWorld) ->
         request.start()
         request.tokens("It is 80 °F")
         created = (await client.until("response.output_text.delta"))[0]["response"]
-        await steer(client, created["id"])
+        await client.steer(created["id"])
         accepted = (await client.until("response.steer.accepted"))[-1]
         assert (accepted["stream_id"], accepted["steer"]["previous_response_id"]) == ("a", created["id"])
         ended = await client.ended()
@@ -399,7 +351,7 @@ async def test_steering_waits_for_what_a_client_owes(world: EdgeWorld) -> None:
         begun = CALL.index("Oslo")
         request.tokens(CALL[:begun])
         created = (await client.until("response.output_item.added"))[0]["response"]
-        await steer(client, created["id"])
+        await client.steer(created["id"])
         await client.until("response.steer.accepted")
         request.tokens(CALL[begun:])
         request.finish()
@@ -443,7 +395,7 @@ async def test_steers_that_are_wrong(world: EdgeWorld, given: Any, more: dict[st
         request.start()
         request.tokens("Hello")
         created = (await client.until("response.output_text.delta"))[0]["response"]
-        await steer(client, created["id"], given, **more)
+        await client.steer(created["id"], given, **more)
         failed = (await client.until("response.steer.failed"))[-1]
         assert (failed["error"]["code"], failed["steer"]["input"]) == ("invalid_input", given)
         request.finish()
@@ -457,6 +409,6 @@ async def test_steers_of_responses_that_do_not_run(world: EdgeWorld) -> None:
         await client.create()
         response = await client.ended()
         for name, code in ((response["id"], "response_already_completed"), ("resp_0", "response_not_found")):
-            await steer(client, name)
+            await client.steer(name)
             failed = (await client.until("response.steer.failed"))[-1]
             assert (failed["error"]["code"], failed["steer"]["input"]) == (code, "Use metric units.")

@@ -6,6 +6,7 @@ tools.py            the tools of a request, and the choice among them
 file_search.py      what the tool `file_search` has found, and how an answer cites it
 input_items.py      converts the input to the messages of a conversation
 context_window.py   the turns that a model gets of a conversation that is too long
+left_summaries.py   the summaries of those that it does not get
 compaction.py       what stands for the compacted part of a conversation
 templates.py        the stored prompts that responses name
 output_items.py     the output of a model as items: messages, reasoning and function calls

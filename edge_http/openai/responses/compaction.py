@@ -36,7 +36,7 @@ class CompactedPart(msgspec.Struct):
     said: str
     """The words of the user."""
     system: list[msgspec.Raw]
-    """The items of the system and of developers."""
+    """The items of the system and of developers, and those that are pinned."""
     turn: list[msgspec.Raw]
     """The items that were not compacted."""
 
@@ -50,6 +50,7 @@ class _Kind(msgspec.Struct):
     type: str | None = None
     role: str = ""
     encrypted_content: str | None = None
+    pinned: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def compacted(
     said: list[str] = []
     room = max_chars
     for raw in reversed(items):
-        if _kind(raw) != "user":
+        if _kind(raw) != "user" or _is_pinned(raw):
             continue
         text = kept_text(decode_body(_MESSAGE, raw, "input").content)
         if room is not None:
@@ -123,7 +124,7 @@ def compacted(
             if room < 0:
                 break
         said.append(text)
-    system = [raw for raw in items if _kind(raw) in ("system", "developer")]
+    system = [raw for raw in items if _kind(raw) in ("system", "developer") or _is_pinned(raw)]
     return CompactedPart(summary, "\n\n".join(text for text in reversed(said) if text), system, list(turn))
 
 
@@ -140,6 +141,10 @@ def _kind(raw: msgspec.Raw) -> str:
     """The role of a message; "" for other items. Raises KvloomError (INVALID_ARGUMENT)."""
     item = decode_body(_KIND, raw, "input")
     return item.role if item.type in (None, "message") else ""
+
+
+def _is_pinned(raw: msgspec.Raw) -> bool:
+    return bool(decode_body(_KIND, raw, "input").pinned)
 
 
 def _message(role: str, text: str) -> msgspec.Raw:

@@ -1,10 +1,10 @@
 """The part of a long conversation that a model gets with `truncation: "auto"`.
 
-Instructions of the system stay, and so do the last turns. When a conversation no longer fits, so many of its earliest
-turns are left out that only half of the room is used: until that has filled up again, each prompt begins with the
-prompt before it, so that the prefix cache has it. (With as few turns left out as possible, each prompt would have
-another beginning.) What is left out follows from the conversation alone, and so nothing needs to be remembered between
-requests.
+Instructions of the system stay, and so do pinned turns, and the last ones. When a conversation no longer fits, so many
+of its earliest turns are left out that only half of the room is used: until that has filled up again, each prompt
+begins with the prompt before it, so that the prefix cache has it. (With as few turns left out as possible, each prompt
+would have another beginning.) The turns that are left out follow from the conversation alone, and so nothing needs to
+be remembered between requests.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def within(messages: Sequence[ChatMessage], sizes: Sequence[int], room: int) -> 
     """The messages that fit the room. `sizes`: the tokens of each. A turn begins with a message of the user."""
     numbers: list[int] = []  # the turn of each message
     turns: list[int] = []
+    pinned: set[int] = set()
     for message, size in zip(messages, sizes, strict=True):
         if message.role == "system":
             room -= size
@@ -50,9 +51,19 @@ def within(messages: Sequence[ChatMessage], sizes: Sequence[int], room: int) -> 
         else:
             turns[-1] += size
         numbers.append(len(turns) - 1)
-    first = first_kept(turns, room)
-    kept = zip(messages, numbers, strict=True)
-    return [message for message, number in kept if message.role == "system" or number >= first]
+        if message.is_pinned:
+            pinned.add(len(turns) - 1)
+    free = [number for number in range(len(turns)) if number not in pinned]
+    room -= sum(turns[number] for number in pinned if number >= 0)
+    kept = {*pinned, *free[first_kept([turns[number] for number in free], room) :]}
+    both = zip(messages, numbers, strict=True)
+    return [message for message, number in both if message.role == "system" or number in kept]
+
+
+def left_out(messages: Sequence[ChatMessage], kept: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Those that `within` has not kept."""
+    names = set(map(id, kept))
+    return [message for message in messages if id(message) not in names]
 
 
 async def fitting(

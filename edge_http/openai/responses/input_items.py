@@ -44,6 +44,8 @@ class Item(OpenStruct, kw_only=True):
 class MessageItem(Item, kw_only=True):
     role: str
     content: str | list[InputContentPart] | None = None
+    pinned: bool | None = None
+    """An extension: it stays when others are left out, or summed up."""
 
 
 class CallItem(Item, kw_only=True):
@@ -135,6 +137,7 @@ class _Turn:
     reasoning: list[str] = dataclasses.field(default_factory=list)
     text: str | None = None
     calls: list[ToolCall] = dataclasses.field(default_factory=list)
+    is_pinned: bool = False
 
     @property
     def has_more_than_reasoning(self) -> bool:
@@ -190,11 +193,11 @@ class _Items:
         text = _asked_text(item.content, f"{at}.content") if is_asked else kept_text(item.content)
         if role != "assistant":
             self._end_turn()
-            self._messages.append(ChatMessage(role, text))
+            self._messages.append(ChatMessage(role, text, is_pinned=bool(item.pinned)))
             return
         if self._turn.has_more_than_reasoning:
             self._end_turn()
-        self._turn.text = text
+        self._turn.text, self._turn.is_pinned = text, bool(item.pinned)
 
     def _add_call(self, item: CallItem, kind: str) -> None:
         given = [item.arguments, item.action, item.operation]
@@ -230,7 +233,9 @@ class _Items:
         turn, self._turn = self._turn, _Turn()
         if turn.has_more_than_reasoning or turn.reasoning:
             reasoning = "\n".join(turn.reasoning)
-            self._messages.append(ChatMessage("assistant", turn.text or "", tuple(turn.calls), reasoning=reasoning))
+            calls, is_pinned = tuple(turn.calls), turn.is_pinned
+            message = ChatMessage("assistant", turn.text or "", calls, reasoning=reasoning, is_pinned=is_pinned)
+            self._messages.append(message)
 
 
 def kept_text(content: str | Sequence[InputContentPart] | None) -> str:

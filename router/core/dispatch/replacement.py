@@ -74,7 +74,8 @@ class Replacements:
         target = self._fleet.shards[live.queue_id.shard_id]
         held, request_id = self._ledger.view(target.shard_id).held, live.request.request_id
         own_place = held.pop(request_id)
-        picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
+        shards = others if target in others else [target, *others]
+        picked = self._placer.pick_among(shards, live, now)
         held[request_id] = own_place
         return picked
 

@@ -37,6 +37,7 @@ class Shard:
     """A shard's stream and the slots on it."""
 
     __slots__ = (
+        "_limit",
         "adapters",
         "attempts",
         "can_embed",
@@ -47,19 +48,21 @@ class Shard:
         "departure",
         "description",
         "fast_path",
+        "full",
         "hands_over",
         "health",
         "is_asleep",
         "is_draining",
         "is_withdrawn",
-        "limit",
         "num_by_tenant",
         "shard_id",
         "slots",
         "turn",
     )
 
-    def __init__(self, description: ShardDescription) -> None:
+    def __init__(self, description: ShardDescription, full: set[Shard]) -> None:
+        """`full` has the shard while it has no room."""
+        self.full = full
         self.shard_id = description.shard_id
         self.description = description
         self.can_embed = EMBED in description.capabilities
@@ -81,8 +84,7 @@ class Shard:
         """When it has to be empty; None: it need not be."""
         self.health: ShardHealth | None = None
         """None: its health is not watched."""
-        self.limit = OUTSTANDING_PER_BATCH * description.max_batch
-        """The most sequences that it is sent. Lower while it ramps up."""
+        self._limit = OUTSTANDING_PER_BATCH * description.max_batch
         self.turn = 0
         self.slots = SlotPool()
         self.choices: dict[int, Choice] = {}
@@ -95,7 +97,20 @@ class Shard:
 
     @property
     def has_room(self) -> bool:
-        return len(self.attempts) < self.limit
+        return len(self.attempts) < self._limit
+
+    @property
+    def limit(self) -> int:
+        """The most sequences that it is sent. Lower while it ramps up."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        if self.has_room:
+            self.full.discard(self)
+        else:
+            self.full.add(self)
 
     @property
     def is_for_prompts(self) -> bool:
@@ -116,6 +131,8 @@ class Shard:
     def open_slot(self, attempt: Attempt) -> int:
         slot = self.slots.allocate()
         self.attempts[slot] = attempt
+        if len(self.attempts) >= self._limit:
+            self.full.add(self)
         tenant = attempt.tenant
         if tenant is not None:
             self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
@@ -127,6 +144,8 @@ class Shard:
         if attempt is None:
             return None
         self.slots.free(slot)
+        if len(self.attempts) < self._limit:
+            self.full.discard(self)
         tenant = attempt.tenant
         if tenant is not None:
             self.num_by_tenant[tenant] -= 1
@@ -137,7 +156,9 @@ class Shard:
     def ramp_up(self, num_started: int) -> None:
         """The shard has produced first tokens, so it may get more. As in TCP's slow start, the number of sequences
         without a first token doubles with every round of them."""
-        self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
+        most = OUTSTANDING_PER_BATCH * self.description.max_batch
+        if self._limit < most:
+            self.limit = min(self._limit + 2 * num_started, most)
 
     @property
     def is_suspected(self) -> bool:
@@ -252,6 +273,10 @@ class Fleet:
 
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
+        self.full: set[Shard] = set()
+        """The shards that have no room."""
+        self.block_sizes = Counter[int]()
+        """How many shards have KV blocks of each size."""
         self._ready: dict[str, ReadyShards] = {}
         """By model, as far as they were asked for since they last changed."""
         self.is_draining = False
@@ -264,7 +289,8 @@ class Fleet:
         self._has_served = False
 
     def add(self, description: ShardDescription) -> Shard:
-        shard = self.shards[description.shard_id] = Shard(description)
+        shard = self.shards[description.shard_id] = Shard(description, self.full)
+        self.block_sizes[description.block_size] += 1
         self.note_readiness()
         self._has_served = True
         self.has_prefill_shards = self.has_prefill_shards or shard.computes_prompts
@@ -272,6 +298,8 @@ class Fleet:
 
     def remove(self, shard_id: str) -> Shard:
         shard = self.shards.pop(shard_id)
+        self.full.discard(shard)
+        self.block_sizes -= Counter([shard.description.block_size])
         self.note_readiness()
         self.has_prefill_shards = any(other.computes_prompts for other in self.shards.values())
         model = shard.description.model
@@ -330,7 +358,9 @@ class Fleet:
         self._ready.clear()
 
     def check_integrity(self) -> None:
-        """Assert that what is remembered of ready shards is so."""
+        """Assert that what is remembered of shards is so."""
+        assert self.full == {shard for shard in self.shards.values() if not shard.has_room}
+        assert self.block_sizes == Counter(shard.description.block_size for shard in self.shards.values())
         for model, known in self._ready.items():
             assert known == ReadyShards.of(self._find_ready(model)), model
 

@@ -9,16 +9,15 @@ from typing import Final
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.events import ShardLoad
 from router.core.expected_output import ExpectedOutput
+from router.core.load.cost_order import CostOrder
 from router.core.load.decode_speed import DecodeSpeed
 from router.core.load.load_view import LoadView, Reservation, ReservationKey
-from router.core.load.speed_model import FastestSpeed, PrefillWork, SpeedModel
+from router.core.load.speed_model import PrefillWork, SpeedModel
 
 MIN_LEARN_INTERVAL: Final = 0.02
 """Seconds between the beginnings of two prefills of a shard from which speeds are learned. Where prefill takes that
 long, each is; where it is shorter, 50 a second tell as much, and all of them would cost an eighth of a request. An
 observation is chosen by when it began, never by how long it took: that would bias what is learned."""
-MAX_SPEEDS_NOTED: Final = 1024
-"""After so many changes of speeds, all shards are asked again which is the fastest."""
 
 
 class LoadLedger:
@@ -29,12 +28,11 @@ class LoadLedger:
         self._views: dict[str, LoadView] = {}
         self.views: Mapping[str, LoadView] = self._views
         """By shard, for a loop over many: a call of `view` for each would take as long as its work."""
-        self._may_be_idle: dict[str, LoadView] = {}
-        """All shards without sequences, and some that have got some since."""
+        self._without_sequences: dict[str, LoadView] = {}
         self._reservations: dict[ReservationKey, Reservation] = {}
         self._fleet_speeds: dict[str, SpeedModel] = {}
         self._decode_speeds: dict[str, DecodeSpeed] = {}
-        self._fastest: dict[str, FastestSpeed] = {}
+        self._orders: dict[str, CostOrder] = {}
         """All by model. A model's is forgotten with its last shard: names come and go without end."""
         self.num_copies = Counter[str]()
         """By model: the copies of prefixes that are being computed."""
@@ -50,70 +48,65 @@ class LoadLedger:
         if fleet_speed is None:
             fleet_speed = self._fleet_speeds[model] = SpeedModel()
             self._decode_speeds[model] = DecodeSpeed()
-            self._fastest[model] = FastestSpeed()
-        self._views[shard_id] = LoadView(
+            self._orders[model] = CostOrder(fleet_speed)
+        view = self._views[shard_id] = LoadView(
             model, num_blocks, fleet_speed, self._decode_speeds[model], yield_tokens, growth_tokens
         )
-        self._fastest[model].note(self._views[shard_id].speed)
-        self._may_be_idle[shard_id] = self._views[shard_id]
+        self._orders[model].add(shard_id, view)
+        self._without_sequences[shard_id] = view
 
     def remove_shard(self, shard_id: str) -> None:
         """All reservations of the shard must have been released."""
         view = self._views.pop(shard_id)
-        self._may_be_idle.pop(shard_id, None)
+        self._without_sequences.pop(shard_id, None)
         assert not view.own_running
         assert not view.own_waiting
-        if all(other.model != view.model for other in self._views.values()):
+        order = self._orders[view.model]
+        order.remove(shard_id)
+        if order.is_empty:
             del self._fleet_speeds[view.model]
             del self._decode_speeds[view.model]
-            del self._fastest[view.model]
+            del self._orders[view.model]
             del self.num_copies[view.model]
 
     def view(self, shard_id: str) -> LoadView:
         return self._views[shard_id]
 
     def idle(self) -> set[str]:
-        """The shards that have nothing to do. It does not look at the others of a large fleet each time."""
-        for shard_id, view in list(self._may_be_idle.items()):
-            if view.num_running or view.num_waiting:
-                del self._may_be_idle[shard_id]
-        return {shard_id for shard_id, view in self._may_be_idle.items() if view.is_idle}
+        """The shards that have nothing to do, and for which no request waits in the router."""
+        return {shard_id for shard_id, view in self._without_sequences.items() if not view.held}
 
     def report(self, shard_id: str, load: ShardLoad) -> None:
         """Record a shard's load report."""
         view = self._views[shard_id]
         view.report = load
-        view.foreign_waiting = max(0, load.num_waiting - load.num_own_waiting)
-        view.foreign_running = max(0, load.num_running - load.num_own_running)
-        if not (view.foreign_running or view.foreign_waiting or view.running or view.queued):
-            self._may_be_idle[shard_id] = view
+        num_waiting = max(0, load.num_waiting - load.num_own_waiting)
+        num_running = max(0, load.num_running - load.num_own_running)
+        if num_waiting != view.foreign_waiting or num_running != view.foreign_running:
+            view.foreign_waiting, view.foreign_running = num_waiting, num_running
+            self._note_load(shard_id, view)
         view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
         view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
         if load.prefill_tokens_per_second > 0 and not view.speed.num_observations:
             view.speed.set_reported_rate(load.prefill_tokens_per_second)
-            self._fastest[view.model].note(view.speed)
+            self._orders[view.model].note_change(shard_id)
         view.freed_blocks = view.context_change = 0
         num_tokens, step_seconds = load.num_decode_context_tokens, load.decode_step_seconds
         if num_tokens and step_seconds > 0:
             view.decode_speed.observe(num_tokens, step_seconds)
             view.decode_factor = view.decode_speed.learned_factor(view.decode_factor, num_tokens, step_seconds)
 
-    def _note_speed(self, view: LoadView) -> None:
-        fastest = self._fastest[view.model]
-        if fastest.num_noted < MAX_SPEEDS_NOTED:
-            fastest.note(view.speed)
-            fastest.note(view.fleet_speed)
-            return
-        fastest = self._fastest[view.model] = FastestSpeed()
-        for other in self._views.values():
-            if other.model == view.model:
-                fastest.note(other.speed)
-        fastest.note(view.fleet_speed)
-        fastest.num_noted = 0
+    def _note_load(self, shard_id: str, view: LoadView) -> None:
+        """More or fewer sequences wait or run there."""
+        self._orders[view.model].note_change(shard_id)
+        if view.num_running or view.num_waiting:
+            self._without_sequences.pop(shard_id, None)
+        else:
+            self._without_sequences[shard_id] = view
 
-    def least_prefill_seconds(self, model: str, num_tokens: int) -> float:
-        """No shard of the model, none of which has any of it cached, takes less for a prompt of so many tokens."""
-        return self._fastest[model].request_seconds(num_tokens)
+    def order(self, model: str) -> CostOrder:
+        """The shards of the model, in the order of the least that a request can cost there."""
+        return self._orders[model]
 
     def reservation(self, key: ReservationKey) -> Reservation:
         return self._reservations[key]
@@ -138,6 +131,7 @@ class LoadLedger:
         view.own_waiting += reservation.num_sequences
         view.own_new_blocks += reservation.num_new_blocks
         view.own_expected_tokens += reservation.num_expected_tokens
+        self._note_load(reservation.shard_id, view)
 
     def note_starts(self, shard_id: str, starts: Sequence[tuple[ReservationKey, float]], now: float) -> None:
         """First tokens came in one step, with how long each waited in the engine's queue: none of these is queued any
@@ -164,13 +158,15 @@ class LoadLedger:
         if work is None:
             return
         view.queued_work -= work
+        order = self._orders[view.model]
+        order.note_change(shard_id)
         if not (view.foreign_queued_tokens or view.is_mixed):
             began_at = max(view.started_at, began_at)
             if began_at - view.learned_from >= MIN_LEARN_INTERVAL:
                 view.learned_from = began_at
                 view.speed.observe(work, num_context_tokens, now - began_at)
                 view.fleet_speed.observe(work, num_context_tokens, now - began_at)
-                self._note_speed(view)
+                order.note_fleet_speed()
         view.started_at = now
         if not view.queued:
             view.is_mixed = False
@@ -202,8 +198,7 @@ class LoadLedger:
                 view.context_change -= reservation.num_context_tokens + reservation.num_expected_tokens
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens
-        if not view.running and not view.queued:
-            self._may_be_idle[reservation.shard_id] = view
+        self._note_load(reservation.shard_id, view)
 
     @property
     def is_busy(self) -> bool:
@@ -220,10 +215,12 @@ class LoadLedger:
         assert (
             self._decode_speeds.keys()
             == self._fleet_speeds.keys()
-            == self._fastest.keys()
+            == self._orders.keys()
             == {view.model for view in self._views.values()}
         )
         assert self.idle() == {shard_id for shard_id, view in self._views.items() if view.is_idle}
+        for order in self._orders.values():
+            order.check_integrity()
         copies = Counter(self._views[r.shard_id].model for r in self._reservations.values() if r.is_copy)
         assert {model: num for model, num in self.num_copies.items() if num} == copies
         by_shard: dict[str, dict[ReservationKey, Reservation]] = {shard_id: {} for shard_id in self._views}

@@ -288,26 +288,3 @@ class SpeedModel:
             if t3 < 0.0:
                 t3 = 0.0
         self._set_theta((t0, t1, t2, t3))
-
-
-class FastestSpeed:
-    """A lower bound of the prefill time on any of several shards: the lowest coefficients that one of them has had
-    lately. It is low for a while when the fastest shard becomes slower."""
-
-    __slots__ = ("_lowest", "num_noted")
-
-    def __init__(self) -> None:
-        self._lowest = (math.inf,) * 3
-        self.num_noted = 0
-
-    def note(self, speed: SpeedModel) -> None:
-        """The coefficients of a shard, or of its prior, may be others than before."""
-        (a, b, c, _), (low_a, low_b, low_c) = speed.known, self._lowest
-        if a < low_a or b < low_b or c < low_c:
-            self._lowest = (min(a, low_a), min(b, low_b), min(c, low_c))
-        self.num_noted += 1
-
-    def request_seconds(self, num_tokens: int) -> float:
-        """The least time that the prefill of so many tokens takes, of which none is cached."""
-        per_request, per_token, per_pair = self._lowest
-        return per_request + per_token * num_tokens + per_pair * (num_tokens * (num_tokens / 2))

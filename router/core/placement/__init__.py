@@ -1,6 +1,7 @@
 """Chooses the shard on which a request is placed: filters, then a cost whose terms have names, then the cheapest shard.
 
 placer.py        Placer: prices the shards with a policy, picks the cheapest
+cheapest.py      the shards that can be the cheapest, and no others
 eligibility.py   which shards could run a request, and why others could not
 candidates.py    a shard as a request sees it
 plan.py          the explanation of a placement

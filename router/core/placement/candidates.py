@@ -59,7 +59,7 @@ class CandidateBuilder:
 
     def overlaps(self, shards: list[Shard], live: LiveRequest, now: float) -> Mapping[str, int]:
         """How many leading blocks of the prompt each of the shards holds, and may use. Those without any are absent."""
-        sizes = {shard.description.block_size for shard in shards}
+        sizes = self._eligibility.block_sizes(shards)
         counts: dict[str, int] = {}
         for block_size in sizes:
             found = self._index.count_overlaps(live.prompt_hashes(block_size), now)

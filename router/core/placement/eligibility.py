@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
@@ -24,6 +24,11 @@ class Eligibility:
     def has_room(self, shard: Shard, live: LiveRequest) -> bool:
         """True when the shard has room for the request's tenant."""
         return shard.has_room and not self._must_leave_room(shard, live)
+
+    def block_sizes(self, shards: Sequence[Shard]) -> Collection[int]:
+        """The sizes of the shards' KV blocks. Nearly always the whole fleet has one, and no shard is looked at."""
+        sizes = self._fleet.block_sizes
+        return sizes if len(sizes) == 1 else {shard.description.block_size for shard in shards}
 
     def any_has_room(self, live: LiveRequest) -> bool:
         """True when some ready shard has room for the request's tenant, if the request fits there or not."""
@@ -102,7 +107,9 @@ class Eligibility:
         """The shards that could run the request and have room. An answer continues on a shard of the same variant if
         there is one: only then are its tokens those of an uninterrupted one. (For a first attempt the variant does not
         matter, as no KV moves between shards.)"""
-        shards = [shard for shard in self.eligible(live) if len(shard.attempts) < shard.limit]
+        shards = self.eligible(live)
+        if self._fleet.full:
+            shards = [shard for shard in shards if shard not in self._fleet.full]
         if self._may_leave_room(live.request.model):
             shards = [shard for shard in shards if not self._must_leave_room(shard, live)]
         if live.variant and live.continues_answer:

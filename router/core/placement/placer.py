@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -18,16 +17,15 @@ from router.core.load.load_ledger import LoadLedger
 from router.core.load.speed_model import PrefillWork
 from router.core.objectives import LiveObjectives
 from router.core.placement.candidates import CandidateBuilder
+from router.core.placement.cheapest import COST_EPSILON, NUM_LISTED, CheapestFirst
 from router.core.placement.eligibility import Eligibility
 from router.core.placement.plan import Pick, PlacementPlan
-from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, CostFloor, Policy
+from router.core.placement.policy import Arrival, BacklogPolicy, Candidate, Policy
 
 _OF_PREFILL: Final = ("own_prefill", "lost_capacity", "adapter")
-MAX_EXPLAINED: Final = 16
+MAX_EXPLAINED: Final = NUM_LISTED
 """How many shards are scored for an explanation: those that can be the cheapest, those that have a part of the prompt,
 and some others. All of a fleet of 128 would take more time than the rest of the request."""
-COST_EPSILON: Final = 1e-9
-"""Costs closer than this are equal: floating point must not decide."""
 
 
 class _Scores(NamedTuple):
@@ -72,6 +70,7 @@ class Placer:
         self._decision_sample_limit = int(decision_sample_share * 2**64)
         self._fleet = fleet
         self._candidates = candidates
+        self._cheapest_first = CheapestFirst(fleet, candidates, ledger)
         self._ledger = ledger
         self._seed = seed
         self._num_placed = 0
@@ -183,113 +182,20 @@ class Placer:
     def _score(self, shards: list[Shard], live: LiveRequest, now: float, num_wanted: int = 0) -> _Scores:
         """The cost of placing the request on those of the shards that can be the cheapest, and on `num_wanted` of them
         at least."""
-        hashes = live.prompt_hashes(shards[0].description.block_size)
-        if (
-            len(shards) > max(1, num_wanted)
-            and self._policy.floor is not None
-            and live.objectives is None
-            and not live.handoff
-        ):
-            candidates, terms = self._promising(shards, live, hashes, self._policy.floor, num_wanted, now)
+        floor = self._policy.floor
+        if len(shards) > max(1, num_wanted) and floor is not None and live.objectives is None and not live.handoff:
+            scored = self._cheapest_first.score(self._policy, floor, shards, live, num_wanted, now)
+            candidates, terms, num_promising = scored
         else:
+            hashes = live.prompt_hashes(shards[0].description.block_size)
             candidates = self._candidates.of(shards, live, now)
             terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
-        costs: Sequence[float] = list(map(sum, terms))
+            num_promising = len(candidates)
+        costs: Sequence[float] = list(map(sum, terms[:num_promising]))
         if live.objectives is not None and len(candidates) > 1:
             costs = self._where_in_time(costs, candidates, live.objectives, now)
         best = candidates[self._cheapest(costs, candidates, live)]
         return _Scores(live, now, candidates, terms, best, shards, num_wanted > 0)
-
-    def _promising(
-        self,
-        shards: list[Shard],
-        live: LiveRequest,
-        hashes: Sequence[int],
-        floor: CostFloor,
-        num_wanted: int,
-        now: float,
-    ) -> tuple[list[Candidate], list[tuple[float, ...]]]:
-        """The candidates that can be the cheapest, with their cost terms: branch and bound. Shards are looked at in the
-        order of the least that they can cost, which follows from the prefill alone, until that is more than the
-        cheapest one does cost. So most of a large fleet is not looked at for a prompt that is cached somewhere."""
-        overlaps = self._candidates.overlaps(shards, live, now)
-        near = [shard for shard in shards if shard.shard_id in overlaps]
-        candidates, terms, limit = self._cheapest_of(near, overlaps, live, hashes, floor, math.inf, now, num_wanted)
-        num_wanted -= len(candidates)
-        fastest_seconds = self._ledger.least_prefill_seconds(live.request.model, live.num_context_tokens)
-        may_be_far = floor.own * fastest_seconds <= limit
-        if may_be_far or num_wanted > 0:
-            far = shards if not near else [shard for shard in shards if shard.shard_id not in overlaps]
-            if not may_be_far:
-                far = far[:num_wanted]
-            more, more_terms, _ = self._cheapest_of(far, overlaps, live, hashes, floor, limit, now, num_wanted)
-            return candidates + more, terms + more_terms
-        return candidates, terms
-
-    def _cheapest_of(
-        self,
-        shards: list[Shard],
-        overlaps: Mapping[str, int],
-        live: LiveRequest,
-        hashes: Sequence[int],
-        floor: CostFloor,
-        limit: float,
-        now: float,
-        num_wanted: int = 0,
-    ) -> tuple[list[Candidate], list[tuple[float, ...]], float]:
-        """Those of the shards that may cost less than `limit`, and `num_wanted` of them at least, their cost terms, and
-        what the cheapest costs."""
-        floors = self._floors(shards, overlaps, live, floor, math.inf if num_wanted > 0 else limit)
-        heapq.heapify(floors)
-        num_expected_tokens = self._candidates.num_expected_tokens(live)
-        candidates: list[Candidate] = []
-        terms: list[tuple[float, ...]] = []
-        while floors and (floors[0][0] <= limit or len(candidates) < num_wanted):
-            least, number, waits = heapq.heappop(floors)
-            shard = shards[number]
-            if waits:
-                least += self._ledger.views[shard.shard_id].queue_seconds(now)
-                if floors and least > floors[0][0]:
-                    heapq.heappush(floors, (least, number, False))
-                    continue
-                if least > limit and len(candidates) >= num_wanted:
-                    break
-            candidate = self._candidates.one(shard, live, num_expected_tokens, overlaps.get(shard.shard_id, 0), now)
-            self._candidates.complete([candidate], [shard], live, now)
-            (costs,) = self._policy.costs(_arrival(live, candidate, hashes), [candidate])
-            limit = min(limit, sum(costs) + COST_EPSILON)
-            candidates.append(candidate)
-            terms.append(costs)
-        return candidates, terms, limit
-
-    def _floors(
-        self, shards: list[Shard], overlaps: Mapping[str, int], live: LiveRequest, floor: CostFloor, limit: float
-    ) -> list[tuple[float, int, bool]]:
-        """(the least that it can cost, its number in the list, whether a wait for prefill queued there comes on top),
-        of each of the shards for which that is not above `limit`. It runs once for every shard of a large fleet, and so
-        reads what properties of the view would compute."""
-        views, num_tokens = self._ledger.views, live.num_context_tokens
-        is_alone = self._candidates.is_only_tenant(
-            live.request.tenant
-        )  # of others, not all that wait or decode may count
-        floors: list[tuple[float, int, bool]] = []
-        for number, shard in enumerate(shards):
-            view = views[shard.shard_id]
-            num_cached = 0
-            if shard.shard_id in overlaps:
-                num_cached = overlaps[shard.shard_id] * shard.description.block_size
-                if num_cached >= num_tokens:
-                    num_cached = num_tokens - 1
-            factor = floor.own + floor.waiting * (view.own_waiting + view.foreign_waiting)
-            if is_alone:
-                factor += floor.running * (view.own_running + view.foreign_running)
-                if view.held:
-                    factor += floor.waiting * len(view.held)
-            num_context_tokens = view.own_context_tokens + view.foreign_context_tokens
-            own = view.speed.request_seconds(num_tokens - num_cached, num_cached, num_context_tokens)
-            if own * factor <= limit:
-                floors.append((own * factor, number, bool(view.queued) and not view.ranked_work))
-        return floors
 
     def _where_in_time(
         self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float

@@ -139,6 +139,11 @@ class CostFloor(NamedTuple):
     running: float
     """For each sequence that decodes there and counts as delayed."""
 
+    @property
+    def without_others(self) -> CostFloor:
+        """The bound where not all that wait or decode may count, because they are of other tenants or classes."""
+        return self._replace(running=0.0)
+
 
 class Policy(abc.ABC):
     """A policy: one object per router core. It is deterministic, and may remember what it placed, within a bound."""

@@ -67,7 +67,7 @@ PROMPT: Final = "the quick brown fox jumps over the lazy dog " * 5
 NUM_SHARDS: Final = 2
 NUM_WARMING: Final = 100
 """Requests before any is counted."""
-MAX_GROWTH: Final = 3.2
+MAX_GROWTH: Final = 1.5
 """How much dearer a request may be with 128 shards than with 8."""
 SECONDS_PER_LOOK: Final = 0.0005
 """How far the router's clock moves whenever it is read, so that the counts do not depend on the machine's speed. Three
@@ -287,7 +287,8 @@ async def test_a_request_costs_no_more_than_it_did() -> None:
 
 
 async def test_a_request_costs_little_more_in_a_large_fleet() -> None:
-    """All 128 shards were once scored for each explanation, which is on by default: six times the cost at 8."""
+    """All 128 shards were once scored for each explanation, which is on by default: six times the cost at 8. Later a
+    lower bound was computed for each: three times."""
     with structlog.testing.capture_logs():
         small, large = bytecodes_of(router_half(8)), bytecodes_of(router_half(128))
     assert large < MAX_GROWTH * small

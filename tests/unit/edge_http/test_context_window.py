@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_http.openai.responses.context_window import KEPT_SHARE, first_kept, within
+from edge_http.openai.responses.context_window import KEPT_SHARE, first_kept, left_out, within
 from kvloom.text.chat_message import ChatMessage
 from lab.bench.context_windows import conversation, measured, sliding
 from tests.examples import num_examples
@@ -47,6 +47,17 @@ def test_instructions_stay_where_they_are() -> None:
     kept = within(messages, [100] * len(messages), 600)
     assert [message.content for message in kept] == ["0", "5", "6", "7", "8"]
     assert within(messages, [100] * len(messages), 900) == messages
+
+
+def test_pinned_turns_stay() -> None:
+    """A client says what must not be forgotten. Whole turns stay, since templates expect answers behind questions."""
+    messages = [ChatMessage(role, f"{role} {number}") for number in range(5) for role in ("user", "assistant")]
+    for pinned in (2, 3):
+        marked = [message._replace(is_pinned=number == pinned) for number, message in enumerate(messages)]
+        kept = within(marked, [100] * len(messages), 600)
+        assert [message.content[-1] for message in kept] == ["1", "1", "3", "3", "4", "4"]
+        assert [message.content[-1] for message in left_out(marked, kept)] == ["0", "0", "2", "2"]
+    assert within([messages[0]._replace(is_pinned=True)], [900], 600)[0].content == "user 0"
 
 
 def test_the_prefix_cache_survives() -> None:

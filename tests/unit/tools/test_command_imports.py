@@ -45,6 +45,13 @@ def test_a_command_imports_no_part_of_a_server(module: str) -> None:
     assert len(imported) < MAX_MODULES
 
 
+def test_a_service_imports_nothing_for_what_it_does_not_show() -> None:
+    """Libraries import what they could use where it is installed: an eighth of each process's start."""
+    imported = imported_by("safety_svc.__main__")
+    assert {"redis", "structlog"} <= imported
+    assert not {"rich", "pygments", "opentelemetry", "psutil"} & imported
+
+
 def test_help_imports_no_command() -> None:
     """It imported all 27 to list them, in up to 2.8 s."""
     code = (
