@@ -29,7 +29,8 @@ Event = Literal["blocked", "flagged", "computed", "erased", "upheld", "reversed"
 
 
 class AnswerProof(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an answer follows from, and its digest: with its prompt it can be computed again. It has no text."""
+    """The digest of an answer, and all that it follows from but the prompt, with which it can be computed again. There
+    is no text in it."""
 
     model: str
     weights_checksum: str
@@ -74,7 +75,7 @@ class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     needs_review: bool = False
     """A person is to decide about it: see the records that are `about` it."""
     proof: AnswerProof | None = None
-    """Of an answer (`computed`), written by its router."""
+    """The proof of an answer (`computed`), which its router has written."""
     excerpt: str = ""
     """The passage with the text around it, encrypted; "" if there is none."""
     reason: str = ""

@@ -65,7 +65,7 @@ class AnswerProofs:
         )
 
     def _fingerprint(self, flagged: AnswerFlagged) -> ModelFingerprint:
-        """Of the shard that has computed all of it."""
+        """That of the shard that has computed the whole answer."""
         if flagged.is_exact:
             for shard in self._shards():
                 if shard.shard_id == flagged.shard_id:
