@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Final
 
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, FINISH_REASON_TOOL_CALLS
 from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputForm, OutputPart
 from kvloom_common.conversation.call_ids import tool_call_id
 from kvloom_common.conversation.model_output import parser_of
+from kvloom_common.parsers import registry
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.output_parser import holds_back, make_parser
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
@@ -16,29 +19,48 @@ from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.events import ChoiceSpec
 
+MAX_UNREAD: Final = 256
+"""So many deltas are parsed together, at most."""
+
 
 class ParsedCalls:
     """Finds the calls in the output of one choice. It is a CallReader of the core."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, openers: str = "") -> None:
+        """`openers`: behind text, the first call begins with one of these characters; "": with any."""
         self._parser = parser
+        self._opener = re.compile(f"[{re.escape(openers)}]") if openers else None
         self._is_open = False
+        self._is_inside = True  # the beginning of an output may be that of a call, whatever it is
+        self._unread: list[str] = []
+        """Text in which no call begins: parsing it takes many times as long as looking for an opener."""
 
     def read(self, delta: str) -> tuple[bool, bool]:
+        unread = self._unread
+        if not self._is_inside and self._opener is not None and self._opener.search(delta) is None:
+            unread.append(delta)
+            if len(unread) < MAX_UNREAD:
+                return False, False
+            delta = ""
+        if unread:
+            delta = "".join(unread) + delta
+            unread.clear()
         has_begun = False
         for event in self._parser.feed(delta):
             if isinstance(event, ToolCallStart):
                 self._is_open = has_begun = True
+                self._opener = None  # the next one of a list of calls has none
             elif isinstance(event, ToolCallEnd):
                 self._is_open = False
-        return self._is_open or holds_back(self._parser), has_begun
+        self._is_inside = self._is_open or holds_back(self._parser)
+        return self._is_inside, has_begun
 
 
 def call_reader(
     form: OutputForm, tokenizer: ModelTokenizer | None, shown_special_token_ids: Sequence[int], choice: ChoiceSpec
 ) -> ParsedCalls:
     """The reader for what follows on the choice's delivered output."""
-    reader = ParsedCalls(parser_of(form))
+    reader = ParsedCalls(parser_of(form), registry.openers("json" if form.only_calls else form.tools))
     if tokenizer is not None and choice.num_delivered_chars:
         reader.read(_delivered_text(choice, tokenizer, shown_special_token_ids))
     return reader

@@ -35,6 +35,16 @@ _TOOLS: Final = {
     "pythonic": "pythonic:PythonicParser",
     "qwen3_coder": "qwen3_coder:Qwen3CoderParser",
 }
+_OPENERS: Final = {
+    **dict.fromkeys(_TOOLS, "<"),
+    "json": "{[",
+    "llama3_json": "{<",
+    "llama4_pythonic": "<[",
+    "mistral": "[",
+    "phi4": "f<",
+    "pythonic": "[",
+}
+"""By family, the characters with one of which the first call begins, if it is not at the beginning of the output."""
 _REASONING: Final = {
     "deepseek_r1": "marked:DeepseekR1ReasoningParser",
     "granite": "marked:GraniteReasoningParser",
@@ -109,6 +119,11 @@ def markers(spec: ParserSpec) -> tuple[str, ...]:
     if spec.tools:
         found += tuple(getattr(tool_family(spec.tools), "markers", ()))
     return tuple(dict.fromkeys(found))
+
+
+def openers(family: str) -> str:
+    """The characters with one of which the first call behind some text begins; "": any."""
+    return _OPENERS.get(family, "")
 
 
 def reasoning_span(name: str) -> tuple[Sequence[str], Sequence[str], bool]:

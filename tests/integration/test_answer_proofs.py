@@ -21,7 +21,7 @@ from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.base import Engine
 from shard_server.engines.torch_engine.engine import TorchEngine
-from tests.fakes.embedding_world import embedding_world, sim_engine
+from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.screened_world import serve_safety
 from tests.waiting import eventually
@@ -76,13 +76,17 @@ class Fabric:
             link = world.fabric.server._parts.safety_link
             assert link is not None
             await eventually(lambda: link.policy_revision is not None, "the policy")
-            for number in range(count):
-                prompt = f"Tell me of the {number}th loom."
-                body: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "temperature": 0.9}
-                status, answer = await world.post("/v1/completions", **body)
-                assert status == 200, answer
-                self.prompts[answer["id"]] = prompt
-                self.texts.append(answer["choices"][0]["text"])
+            room = asyncio.Semaphore(8)
+            await asyncio.gather(*(self._ask_one(world, room, number) for number in range(count)))
+
+    async def _ask_one(self, world: EmbeddingWorld, room: asyncio.Semaphore, number: int) -> None:
+        prompt = f"Tell me of the {number}th loom."
+        async with room:
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "temperature": 0.9}
+            status, answer = await world.post("/v1/completions", **body)
+        assert status == 200, answer
+        self.prompts[answer["id"]] = prompt
+        self.texts.append(answer["choices"][0]["text"])
 
     def decisions(self) -> tuple[list[AuditLine], list[AuditLine]]:
         """(all records, those of decisions about answers)"""
@@ -143,10 +147,10 @@ async def test_answers_are_computed_again_from_their_prompts(
 async def test_two_hundred_answers_of_the_torch_engine(
     router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, by an engine that computes them one by one."""
+    """Bit for bit, in batches and then one by one."""
     folder = write_shallow_model(model_dir, tmp_path / "shallow", num_layers=2)
     fabric, shard = Fabric(tmp_path, tokenizer), ShardConfig(num_blocks=512)
-    await fabric.ask(router_redis_url, (TorchEngine(folder, MODEL, shard), shard), 300)
+    await fabric.ask(router_redis_url, (TorchEngine(folder, MODEL, shard), shard), 500)
     counts = await fabric.reproduced(KvloomConfig(model=ModelConfig(path=str(folder), name=MODEL), shard=shard))
     assert sum(counts.values()) >= 200
     fabric.check_that_nothing_is_kept()

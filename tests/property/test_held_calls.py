@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.v1.generation_pb2 import FinishReason
-from kvloom_common.conversation.model_output import output_form, parser_of
+from kvloom_common.conversation.model_output import output_form
 from kvloom_common.parsers.events import Event, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.output_parser import ParserSpec, make_parser
 from router.core.actions import Action, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.events import AnswerHalt, AnswersScreened, ChoiceSpec
 from router.core.frames import Start
 from router.core.held_calls import MAX_CALL_SHARE
-from router.parsed_output import ParsedCalls
+from router.parsed_output import ParsedCalls, call_reader
 from tests.examples import num_examples
 from tests.fakes.core_rig import CoreRig, only
 from tests.property.test_parsers_split import SPECS, cuts_of, output_of
@@ -24,6 +24,7 @@ from tests.unit.kvloom_common.parsers.corpus import TOOLS
 
 WITH_CALLS = [spec for spec in SPECS if spec.tools]
 HERMES = ParserSpec(tools="hermes")
+LIST = '[{"name": "get_time", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "%s"}}]'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 
 
@@ -89,10 +90,10 @@ class GatedAnswer:
         return AnswersScreened(asked.slots, [clear] * len(asked.slots), [], asked.close_slots)
 
 
-def _reader(spec: ParserSpec, _choice: ChoiceSpec) -> ParsedCalls:
+def _reader(spec: ParserSpec, choice: ChoiceSpec) -> ParsedCalls:
     form = output_form(spec, TOOLS)
     assert form is not None
-    return ParsedCalls(parser_of(form))
+    return call_reader(form, None, (), choice)
 
 
 @pytest.mark.parametrize("spec", WITH_CALLS, ids=lambda spec: f"{spec.tools}+{spec.reasoning}")
@@ -130,6 +131,25 @@ def test_a_condemned_call_leaves_nothing_at_any_split() -> None:
         if length == 1:
             assert answer.shown == text[:begin]
             assert answer.num_ids == begin
+
+
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [
+        ("granite", "<tool_call>" + LIST),
+        ("mistral", "[TOOL_CALLS]" + LIST),
+        ("json", LIST),
+        ("pythonic", "[get_time(), get_weather(city='%s')]"),
+        ("hermes", CALL.replace("get_weather", "get_time") % "x" + CALL),
+    ],
+)
+def test_a_condemned_call_behind_another_one_is_not_begun(family: str, written: str) -> None:
+    """The calls of a list have no marker of their own; the first one is sent."""
+    text = written % "launch code"
+    answer = GatedAnswer(ParserSpec(tools=family), text.index("launch"))
+    answer.write([*text])
+    assert answer.num_begun() == 1
+    assert "get_weather" not in answer.shown
 
 
 def test_a_call_that_is_allowed_is_sent_when_it_ends() -> None:
