@@ -197,7 +197,7 @@ def test_every_keyword_of_a_call_to_the_library_is_a_real_one():
                 continue
             keywords = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
             if node.func.attr == "build" and isinstance(node.args[0], ast.Constant):
-                assert keywords <= known[node.args[0].value.split(".")[-1]], path.name
+                assert keywords <= known[str(node.args[0].value).split(".")[-1]], path.name
                 checked += 1
             elif node.func.attr in methods:
                 assert keywords <= known[methods[node.func.attr]], path.name
