@@ -23,6 +23,9 @@ are rejected at once."""
 
 
 class EdgeSettings(EdgeConfig):
+    stream_head_seconds: float = 0.5
+    """A stream that was not refused in this time begins, with status 200 and headers, before twice the time is over.
+    From then on an error is an event. 0: it begins with its first token, or with what keeps it alive."""
     max_header_bytes: int = 16 * 2**10
     """A request line or a header; all together may have twice that. Proxies and browsers send at most 8 or 16 KiB."""
     max_messages: int = 4096

@@ -15,6 +15,6 @@ class imported_when_used:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # pytest looks for such in everything that a file of tests has
+        if attribute.startswith("_"):  # pytest looks for such in everything that a file of tests has
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

@@ -76,20 +76,10 @@ class StreamedAnswer(EdgeAnswer):
         """The tokens of each choice, if all events tell."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """The hot path: plain text for a choice that has begun."""
-        prefix = self._prefixes[index]
-        if logprobs or prefix is None:
-            if self._counts:
-                self._counts[index] += len(token_ids)
-                self._formatter.repeat_usage(self._counts[index])
-            super().on_tokens(index, delta, token_ids, logprobs)
-            return
-        self.num_output_tokens += len(token_ids)
-        try:
-            if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
-                self._on_slow_reader()
-        except Exception:
-            self._on_bug()
+        if self._counts:
+            self._counts[index] += len(token_ids)
+            self._formatter.repeat_usage(self._counts[index])
+        super().on_tokens(index, delta, token_ids, logprobs)
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
         """See FastPathSink (kvloom/router_link/fast_path.py). Not with several choices: the stream's fast path has one

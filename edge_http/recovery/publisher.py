@@ -30,8 +30,6 @@ log = structlog.get_logger()
 
 PAUSE_SECONDS: Final = 0.002
 """The pause between two writes: shards whose steps are not aligned must not cause a write each."""
-LAZY_PAUSE_SECONDS: Final = 0.1
-"""The same when no event waits for a write."""
 KEEP_SECONDS: Final = 1.0
 """How often the edge announces itself. After Redis has restarted empty, the other edges cannot forward clients to this
 one until it does. Detecting that an edge is gone does not depend on it."""
@@ -127,7 +125,7 @@ class ResumePublisher:
 
     async def _wait_for_work(self) -> None:
         """Return when something is noted, or when the edge has to announce itself again."""
-        await asyncio.sleep(PAUSE_SECONDS if self._config.commit_seconds else LAZY_PAUSE_SECONDS)
+        await asyncio.sleep(PAUSE_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._keep_at - time.monotonic())):
                 await self.gate.wake.wait()

@@ -53,7 +53,6 @@ class CommitGate(Generic[P]):
     )
 
     def __init__(self, commit_seconds: float) -> None:
-        """With 0 no event is held back."""
         self._commit_seconds = commit_seconds
         self._loop = asyncio.get_running_loop()
         self._noted: list[P] = []
@@ -62,7 +61,7 @@ class CommitGate(Generic[P]):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._holds_for_good = False
-        self.holds = commit_seconds > 0
+        self.holds = True
         """Events wait for their release."""
         self.wake = asyncio.Event()
         """Set while any publication is noted."""

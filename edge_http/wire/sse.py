@@ -34,27 +34,9 @@ _HEAD: Final = (
     b"Cache-Control: no-cache, no-transform\r\n"
     b"X-Accel-Buffering: no\r\n"  # without it nginx collects the events
 )
-_EVENT_END: Final = b"\n\n\r\n"
-"""Includes the end of the event's chunk."""
-# Numbers are formatted in advance: formatting one costs more than everything else that is done here for a token.
-_MAX_NUMBERS: Final = 4096
-_MAX_SIZES: Final = 1024
-_NUMBERS: Final = [b"%d" % number for number in range(_MAX_NUMBERS)]
+_EVENT_END: Final = b"\n\n"
+_CHUNK_END: Final = b"\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-
-
-def _chunk_head(num_bytes: int) -> bytes:
-    """The beginning of an event's chunk. `num_bytes` counts from there to the end of the chunk."""
-    return b"%x\r\n" % (num_bytes - len(b"\r\n"))
-
-
-def _numbered_chunk_head(num_bytes: int) -> bytes:
-    """Returns a head as `_chunk_head` does, for a numbered event; `num_bytes` counts from the event's number on."""
-    return _chunk_head(len(b"id: ") + num_bytes) + b"id: "
-
-
-_CHUNK_HEADS: Final = [_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
-_NUMBERED_CHUNK_HEADS: Final = [_numbered_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
 
 
 def _chunk(data: bytes) -> bytes:
@@ -137,6 +119,7 @@ class EventStream:
         "_corked",
         "_keep_alive",
         "_max_buffered_bytes",
+        "_num_fixed_bytes",
         "_numbered",
         "_on_slow_reader",
         "_record",
@@ -172,6 +155,8 @@ class EventStream:
         self.ended = False
         self._before_text = self._after_text = b""
         """For `push`: the bytes of an event before its text, and those behind it."""
+        self._num_fixed_bytes = 0
+        """For `push`: the size of an event without its text."""
         self._on_slow_reader: Callable[[], None] | None = None
 
     def begin(self, headers: Mapping[str, str]) -> None:
@@ -208,18 +193,10 @@ class EventStream:
         if transport.get_write_buffer_size() > self._max_buffered_bytes:
             return False
         self.num_events = number = self.num_events + 1
-        if not self._chunked:
-            event_id = b"id: %d\n" % number if self._numbered else b""
-            event = b"%b%b%b%b\n\n" % (event_id, prefix, payload, suffix)
-        elif self._numbered:
-            event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
-            event = b"".join((event_id, b"\n", prefix, payload, suffix, _EVENT_END))
-            size = len(event)
-            event = (_NUMBERED_CHUNK_HEADS[size] if size < _MAX_SIZES else _numbered_chunk_head(size)) + event
-        else:
-            event = b"".join((prefix, payload, suffix, _EVENT_END))
-            size = len(event)
-            event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
+        event_id = b"id: %d\n" % number if self._numbered else b""
+        event = b"".join((event_id, prefix, payload, suffix, _EVENT_END))
+        if self._chunked:
+            event = _chunk(event)
         if self._corked is None:
             if self._coalescer.waiting:
                 self._coalescer.flush()
@@ -235,7 +212,8 @@ class EventStream:
         numbered events."""
         if not self._chunked or self._numbered or self.ended:
             return None
-        self._before_text, self._after_text = prefix, suffix + _EVENT_END
+        self._before_text, self._after_text = prefix, suffix + _EVENT_END + _CHUNK_END
+        self._num_fixed_bytes = len(prefix) + len(suffix) + len(_EVENT_END)
         self._on_slow_reader = on_slow_reader
         return self.push
 
@@ -249,9 +227,9 @@ class EventStream:
                 self._on_slow_reader()
             return
         self.num_events += 1
-        event = b"".join((self._before_text, encode_json(text), self._after_text))
-        size = len(event)
-        event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
+        payload = encode_json(text)
+        size = self._num_fixed_bytes + len(payload)
+        event = b"%x\r\n%b%b%b" % (size, self._before_text, payload, self._after_text)
         if self._corked is not None:
             self._corked += event
             return

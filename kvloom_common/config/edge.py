@@ -36,6 +36,7 @@ class EdgeConfig(Section):
             max_pending_body_bytes="64 times max_body_bytes",
             max_answer_bytes="32 MiB",
             max_pending_answer_bytes="256 MiB",
+            stream_head_seconds="0.5",
         ),
         "resume": "It is now [resume], for edges and routers",
         **MOVED_TO_FABRIC,
@@ -63,9 +64,6 @@ class EdgeConfig(Section):
     stream_keep_alive_seconds: Annotated[float, Meta(ge=0)] = 10.0
     """After so long without an event a stream gets an SSE comment (of /v1/messages a `ping`), so that no proxy cuts it.
     0: never."""
-    stream_head_seconds: Annotated[float, Meta(ge=0)] = 0.5
-    """A stream that was not refused in this time begins, with status 200 and headers, before twice the time is over.
-    From then on an error is an event. 0: it begins with its first token, or with what keeps it alive."""
     max_concurrent_requests: PositiveInt = 8192
     trusted_proxies: Annotated[list[str], BY_ROUTERS_AND_EDGES] = []
     """The networks (CIDR) of reverse proxies in front of the edges. A request from one of them counts as that of the

@@ -38,7 +38,9 @@ class ResumeConfig(Section):
     """Streams that can be resumed after their connection was lost (docs/reference/http-api.md,
     docs/reference/grpc-api.md)."""
 
-    moved = always(max_unattended="1024", max_journal_bytes="32 MiB", max_kept_answer_bytes="64 MiB")
+    moved = always(
+        max_unattended="1024", max_journal_bytes="32 MiB", max_kept_answer_bytes="64 MiB", commit_seconds="0.2"
+    )
     grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """How long a response waits for its client to return before it is cancelled and dropped. 0: it does not wait."""
     by_default: bool = False
@@ -48,10 +50,6 @@ class ResumeConfig(Section):
     """The size of the events kept of one response. The oldest are dropped first."""
     max_bytes: Annotated[int, Meta(ge=4096)] = 256 * 2**20
     """The size of the events kept of all responses of a process."""
-    commit_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.2
-    """How long an event of an edge's stream may wait until Redis has it, so that another edge can continue exactly
-    after the client's last event when this edge dies. Mostly it takes less than a millisecond. 0: events do not wait,
-    and Redis gets them ten times a second; a client that has seen more than Redis then cannot resume."""
     idempotency_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 600.0
     """How long an edge keeps a complete answer to a request with an `Idempotency-Key` for repeats of the request, a
     streamed one after its last reader. 0: repeats get the answer only while it is made."""

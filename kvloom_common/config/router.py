@@ -73,14 +73,10 @@ class FairnessConfig(Section):
         "contention_seconds": "It is always 30: delete the line",
         "prompt_token_weight": "It is always 1: delete the line",
         "output_token_weight": "It is always 2: delete the line",
+        **always(preempt_after_seconds="0.25", competing_prefill_seconds="0.05"),
     }
     enabled: bool = True
     """True makes running answers of a tenant above its share wait while other tenants are served."""
-    preempt_after_seconds: PositiveFloat = 0.25
-    """How long a request of a tenant below its share waits before it gets the place of a running answer."""
-    competing_prefill_seconds: Annotated[float, Meta(ge=0)] = 0.05
-    """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
-    several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
 
 
 class PriorityClassConfig(Section):
@@ -110,19 +106,18 @@ class HealthConfig(Section):
     shards, and probes, which are requests for one token, find out when it is healthy again
     (docs/operate/reliability.md)."""
 
-    moved = {
-        "slow_seconds": "It is always 10: delete the line, or choose another slow_factor",
-        "max_failures": "It is always 5: delete the line",
-        "max_suspected_share": "It is always half: delete the line",
-        "probe_seconds": "It is always 1: delete the line",
-        "max_probe_seconds": "It is always 30: delete the line",
-        "num_probes": "It is always 3: delete the line",
-    }
+    moved = always(
+        slow_seconds="10",
+        slow_factor="10",
+        max_failures="5",
+        max_suspected_share="half",
+        probe_seconds="1",
+        max_probe_seconds="30",
+        num_probes="3",
+    )
     enabled: bool = True
     stall_seconds: PositiveFloat = 5.0
     """A shard that has work and makes no progress for this long is suspected. The expected time of prefill is added."""
-    slow_factor: Annotated[float, Meta(gt=1)] = 10.0
-    """A shard is suspected if its tokens are this many times slower than the median of the model's shards."""
 
 
 class ResultCacheConfig(Section):

@@ -40,12 +40,9 @@ class SpeculationConfig(Section):
     """Speculative decoding: drafts are looked up in a sequence's own tokens, and verified in the step that decodes it.
     The answer is the same, and arrives sooner where it repeats earlier text."""
 
-    moved = always(max_ngram="3")
+    moved = always(max_ngram="3", max_predicted_tokens="8")
     max_draft_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
     """The maximum number of tokens drafted for a sequence in a step. 0: no speculation."""
-    max_predicted_tokens: Annotated[int, Meta(ge=0, le=16)] = 8
-    """The number of tokens of a request's `prediction` that are drafted at first; up to 31 while all are right. 0:
-    predictions are ignored."""
 
 
 class TorchConfig(Section):

@@ -50,6 +50,7 @@ class TensorRtLlmConfig(Section):
             loop_timeout_seconds="60",
             cancel_timeout_seconds="10",
             unread_timeout_seconds="30",
+            stall_timeout_seconds="120",
         ),
     }
 
@@ -66,5 +67,3 @@ class TensorRtLlmConfig(Section):
     attention_dp_follows_prefix: bool = False
     """True runs a request on the rank that holds most of its prompt's blocks, unless that rank is full."""
     start_timeout_seconds: PositiveFloat = 3600.0
-    stall_timeout_seconds: PositiveFloat = 120.0
-    """An engine that has work and makes no progress for this long counts as dead."""

@@ -11,6 +11,9 @@ from kvloom_common.replay.event_log import EventLog, ReplayBudget
 
 
 class ResumeSettings(ResumeConfig):
+    commit_seconds: float = 0.2
+    """How long an event of an edge's stream may wait until Redis has it, so that another edge can continue exactly
+    after the client's last event when this edge dies. Mostly it takes less than a millisecond."""
     max_unattended: int = 1024
     """Running answers that no client reads. If there are more, those that have waited longest are cancelled: each
     costs a shard what an answer that is read costs, and few clients come back."""

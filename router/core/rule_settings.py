@@ -23,6 +23,8 @@ SLOW_WINDOWS: Final = 6.0
 
 
 class HealthSettings(HealthConfig):
+    slow_factor: float = 10.0
+    """A shard is suspected if its tokens are this many times slower than the median of the model's shards."""
     slow_seconds: float = 10.0
     """How long a shard must have been decoding before its speed is judged: some hundred steps."""
     max_failures: int = 5
@@ -49,6 +51,11 @@ class DisaggregationSettings(DisaggregationConfig):
 
 
 class FairnessSettings(FairnessConfig):
+    preempt_after_seconds: float = 0.25
+    """How long a request of a tenant below its share waits before it gets the place of a running answer."""
+    competing_prefill_seconds: float = 0.05
+    """The most unfinished prefill of a shard, in seconds, to which this router adds for a tenant above its share while
+    several tenants use the shard, so that another tenant's request hardly waits for it; 0: any."""
     reserved_share: float = 0.125
     """The part of each shard's batch and of its KV blocks, at least one of each, that tenants above their share leave
     free while tenants compete. Preemption makes room for what needs more."""

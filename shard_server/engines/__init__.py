@@ -1,10 +1,9 @@
 """The engines that a shard can serve, behind one protocol.
 
 base.py          the Engine protocol: start here to add an engine
-create.py        creates the engine that the configuration names
+create.py        creates the engine that the configuration names, kvloom's own or that of another package
 engine_kinds.py  lists kvloom's own engines, and what each needs and can share
 built_in.py      makes kvloom's own engines
-engine_plugins.py  what an engine is made from; engines of other packages
 request_check.py  refuses requests that no engine can run
 queue_order.py   the order in which waiting sequences are admitted, shared by the engines
 prefill_order.py  whose prefill goes next, of classes and tenants, shared by the engines

@@ -1,7 +1,7 @@
 """The `Engine` protocol: what the shard server requires of TensorRT-LLM, torch or the simulator.
 
-To add an engine, implement `Engine` and register it in engines/create.py. `tests/conformance` holds the suite that
-every implementation must pass (tests/conformance/engine_table.py lists them).
+To add an engine, implement `Engine` and register it in engines/engine_kinds.py. `tests/conformance` holds the suite
+that every implementation must pass (tests/conformance/engine_table.py lists them).
 
 - An engine works on token ids only. Text (detokenising, stop strings) is handled by the shard server, in the same way
   for every engine.

@@ -8,7 +8,7 @@ import structlog
 
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
-from shard_server.engines.engine_plugins import EngineSetup
+from shard_server.engines.create import EngineSetup
 
 log = structlog.get_logger()
 

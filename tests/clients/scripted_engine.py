@@ -13,7 +13,7 @@ from typing import Final
 
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Capability, EngineInfo, EngineRequest
-from shard_server.engines.engine_plugins import EngineSetup
+from shard_server.engines.create import EngineSetup
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.sim_sequence import SimSequence
 from tests.clients.scripted_agent import ScriptedAgent

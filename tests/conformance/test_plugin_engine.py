@@ -13,8 +13,7 @@ import pytest
 from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
-from shard_server.engines.create import create_engine
-from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
+from shard_server.engines.create import EngineSetup, create_engine, plugin_engine
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.plugin_site import PluginSite
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer

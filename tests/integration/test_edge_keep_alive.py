@@ -12,8 +12,8 @@ import aiohttp
 import openai
 import pytest
 
+from edge_http.admission import EdgeSettings
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.config import EdgeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 
 pytestmark = pytest.mark.xdist_group("anthropic")  # which takes seconds to import
@@ -76,7 +76,7 @@ async def behind_proxy(world: EdgeWorld, **options: bool) -> AsyncIterator[tuple
 
 @contextlib.asynccontextmanager
 async def slow_world(seconds: float = FAST, head_seconds: float = 0) -> AsyncIterator[EdgeWorld]:
-    config = EdgeConfig(stream_keep_alive_seconds=seconds, stream_head_seconds=head_seconds)
+    config = EdgeSettings(stream_keep_alive_seconds=seconds, stream_head_seconds=head_seconds)
     async with edge_world(config=config) as started:
         yield started
 

@@ -25,5 +25,6 @@ def test_a_module_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     module = imported_when_used("colorsys")
     assert not hasattr(module, "__test__")
+    assert not hasattr(module, "_mock_name")
     assert "colorsys" not in sys.modules
     assert module.rgb_to_hsv(0.0, 0.0, 0.0) == (0.0, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """TensorRT-LLM as this adapter uses it: the types of its objects, and the installed version's symbols and arguments.
 
 The protocols list what the adapter uses and no more, so that the type checker rejects any other attribute;
-tests/unit/shard_server/tensorrt_llm/test_names.py checks them against known_names.py.
+tests/unit/shard_server/tensorrt_llm/test_names.py checks them.
 """
 
 from __future__ import annotations

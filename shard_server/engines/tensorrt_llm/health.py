@@ -37,6 +37,8 @@ class HealthVerdict(enum.Enum):
 
 
 class WatchSettings(TensorRtLlmConfig):
+    stall_timeout_seconds: float = 120.0
+    """An engine that has work and makes no progress for this long counts as dead."""
     probe_interval_seconds: float = 30.0
     """How often an idle engine generates one token, to show that it still can."""
     probe_timeout_seconds: float = 30.0

@@ -1,6 +1,6 @@
-"""The names of TensorRT-LLM that this adapter may use, object by object, of all releases together; versions.py says
-which release lacks which. tests/unit/shard_server/tensorrt_llm/test_names.py checks the adapter against them, so that a
-wrong name fails there and not on an operator's machine.
+"""The symbols and arguments of TensorRT-LLM that this adapter may use, of all releases together; versions.py says which
+release lacks which. tests/unit/shard_server/tensorrt_llm/test_names.py checks the adapter against them, so that a wrong
+name fails there and not on an operator's machine.
 """
 
 from __future__ import annotations
@@ -39,49 +39,6 @@ SYMBOLS: Final = frozenset(
     }
 )
 """Where things are imported from."""
-
-OBJECTS: Final[dict[str, frozenset[str]]] = {
-    "LLM": frozenset(
-        {
-            "_check_health",
-            "args",
-            "generate_async",
-            "get_kv_cache_capacity",
-            "get_kv_cache_events",
-            "get_stats",
-            "shutdown",
-        }
-    ),
-    "RequestOutput": frozenset(
-        {
-            "abort",
-            "aborted",
-            "aresult",
-            "cached_tokens",
-            "error",
-            "finished",
-            "metrics_dict",
-            "outputs",
-            "prompt_token_ids",
-            "request_id",
-        }
-    ),
-    "CompletionOutput": frozenset(
-        {
-            "cumulative_logprob",
-            "disaggregated_params",
-            "finish_reason",
-            "index",
-            "logprobs",
-            "request_perf_metrics",
-            "stop_reason",
-            "text",
-            "token_ids",
-        }
-    ),
-    "Logprob": frozenset({"logprob", "rank"}),
-}
-"""Attributes and methods."""
 
 _SPECULATION: Final = frozenset(
     {"max_draft_len", "speculative_model_dir", "speculative_model", "allow_advanced_sampling"}
@@ -242,62 +199,3 @@ ARGUMENTS: Final[dict[str, frozenset[str]]] = {
     ),
 }
 """Arguments of constructors and methods; those of configs are also their attributes."""
-
-EVENT_KEYS: Final = frozenset(
-    {
-        "event_id",
-        "window_size",
-        "attention_dp_rank",
-        "data",
-        "type",
-        "num_blocks_per_cache_level",
-        "parent_hash",
-        "blocks",
-        "block_hash",
-        "block_hashes",
-        "tokens",
-        "token_id",
-        "token_extra_id",
-        "cache_level",
-        "priority",
-        "mm_keys",
-        "cache_salt",
-        "layer_group_id",
-        "lora_id",
-        "lora_name",
-    }
-)
-
-EVENT_TYPES: Final = frozenset({"created", "stored", "removed", "updated", "all_cleared"})
-
-STATS_KEYS: Final = frozenset(
-    {
-        "attentionDpRank",
-        "iter",
-        "iterLatencyMS",
-        "numActiveRequests",
-        "numQueuedRequests",
-        "maxNumActiveRequests",
-        "gpuMemUsage",
-        "kvCacheStats",
-        "maxNumBlocks",
-        "freeNumBlocks",
-        "usedNumBlocks",
-        "tokensPerBlock",
-        "allocTotalBlocks",
-        "reusedBlocks",
-        "missedBlocks",
-        "cacheHitRate",
-        "inflightBatchingStats",
-        "numScheduledRequests",
-        "numContextRequests",
-        "numGenRequests",
-        "numPausedRequests",
-        "numCtxTokens",
-        "avgNumDecodedTokensPerIter",
-        "specDecodingStats",
-        "numDraftTokens",
-        "numAcceptedTokens",
-        "acceptanceLength",
-    }
-)

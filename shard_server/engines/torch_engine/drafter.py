@@ -4,6 +4,7 @@ product."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvloom_common.config import SpeculationConfig
 from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
@@ -13,6 +14,8 @@ from shard_server.engines.torch_engine.sequence import Sequence as EngineSequenc
 
 Drafts = dict[EngineSequence, list[int]]
 """By sequence: tokens that may follow its known ones."""
+FIRST_PREDICTED_TOKENS: Final = 8
+"""So many tokens of a request's `prediction` are drafted at first; up to 31 while all are right."""
 
 
 class Drafter:
@@ -77,7 +80,7 @@ class Drafter:
         if limit < 1 or sequence.request.no_speculation:
             return []
         draft: list[int] = []
-        if sequence.request.predicted_token_ids and self._config.max_predicted_tokens:
+        if sequence.request.predicted_token_ids:
             draft = self._draft_predicted(sequence, limit)
         if draft:
             self._predicting.add(sequence)
@@ -90,5 +93,5 @@ class Drafter:
     def _draft_predicted(self, sequence: EngineSequence, limit: int) -> list[int]:
         if sequence.predicted is None:
             predicted = sequence.request.predicted_token_ids
-            sequence.predicted = PredictedAnswer(predicted, self._config.max_predicted_tokens)
+            sequence.predicted = PredictedAnswer(predicted, FIRST_PREDICTED_TOKENS)
         return sequence.predicted.draft(sequence.token_ids, sequence.num_output_tokens, limit)

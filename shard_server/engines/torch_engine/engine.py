@@ -72,6 +72,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.PREFIX_CACHING,
         Capability.KV_SHARES,
         Capability.FAIR_PREFILL,
+        Capability.PREDICTION,
     }
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})
@@ -411,7 +412,7 @@ class TorchEngine:
             max_model_len=max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides, config, sentence)
+            capabilities=_capabilities(runner, self._guides, sentence)
             | (frozenset() if self._adapters is None else {Capability.ADAPTERS}),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
@@ -491,15 +492,13 @@ def _load_guides(
 
 
 def _capabilities(
-    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, config: ShardConfig, sentence: SentenceConfig
+    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, sentence: SentenceConfig
 ) -> frozenset[Capability]:
     capabilities = _CAPABILITIES
     if sentence.is_sentence_model:
         capabilities |= _OF_SENTENCE_MODELS
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT
-    if config.torch.speculation.max_predicted_tokens:
-        capabilities |= {Capability.PREDICTION}
     return capabilities if guides is None else capabilities | {Capability.GUIDED, Capability.STRUCTURAL_TAGS}
 
 

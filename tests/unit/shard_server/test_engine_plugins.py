@@ -10,7 +10,7 @@ from kvloom_common.config import ShardConfig
 from kvloom_common.plugins import PluginError
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
-from shard_server.engines.engine_plugins import EngineSetup, plugin_engine
+from shard_server.engines.create import EngineSetup, plugin_engine
 from tests.fakes.plugin_site import PluginSite
 from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 

@@ -69,7 +69,7 @@ async def test_an_engine_whose_worker_has_ended_is_dead(notices_death: bool):
 
 async def test_an_engine_that_hangs_with_work_is_dead():
     """The library's own health check would still report that it is healthy."""
-    config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
+    config = WatchSettings(stall_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 2000))
         await driver.step_until(lambda: "a" in driver.tokens)
@@ -316,7 +316,7 @@ async def test_the_blocks_of_all_ranks_count(has_stats: bool):
 
 async def test_statistics_that_no_longer_come_are_noticed_and_said():
     """The load would otherwise stay what it was then. Here the getter returns nothing, and then works again."""
-    config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
+    config = WatchSettings(stall_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config, num_blocks=600) as (driver, fake):
         for number, name in enumerate(("a", "b")):
             driver.engine.submit(request_of(name, prompt_of(number, 40), 4000))
@@ -342,7 +342,7 @@ async def test_statistics_that_cannot_be_fetched_are_noticed_and_said(monkeypatc
 
 async def test_kv_events_that_no_longer_come_are_noticed_and_said():
     """The getter swallows its errors and returns nothing: routers would trust an old view of the cache for ever."""
-    config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
+    config = WatchSettings(stall_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         first = prompt_of(1, 40)
         await driver.run(request_of("a", first, 30, root_hash=5))

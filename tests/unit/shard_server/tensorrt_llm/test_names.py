@@ -21,6 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.fakes.fake_tensorrt_llm import NEWEST, RELEASE_1_2, Variant, configs, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, CompletionOutput, Logprob, RequestOutput
+from tests.unit.shard_server.tensorrt_llm import library_names
 from tests.unit.shard_server.tensorrt_llm.test_sampling import INFO
 
 PACKAGE = REPOSITORY / "shard_server" / "engines" / "tensorrt_llm"
@@ -50,13 +51,13 @@ def test_the_protocols_list_only_real_attributes(name: str):
         set(protocol.__annotations__) | {key for key in vars(protocol) if inspect.isfunction(vars(protocol)[key])}
     )
     assert members
-    assert members <= known_names.OBJECTS[name]
+    assert members <= library_names.OBJECTS[name]
 
 
 OBJECTS_BY_VARIABLE = {
-    "llm": known_names.OBJECTS["LLM"],
-    "output": known_names.OBJECTS["RequestOutput"],
-    "completion": known_names.OBJECTS["CompletionOutput"],
+    "llm": library_names.OBJECTS["LLM"],
+    "output": library_names.OBJECTS["RequestOutput"],
+    "completion": library_names.OBJECTS["CompletionOutput"],
     "params": known_names.ARGUMENTS["DisaggregatedParams"],
 }
 OTHER_OUTPUTS = {"engine.py", "output_buffer.py"}
@@ -92,7 +93,7 @@ def test_no_attribute_of_the_library_is_reached_untyped():
         "validation_alias",
         "choices",
     }  # EngineRequest's future field, and pydantic's
-    allowed |= known_names.ARGUMENTS["DisaggregatedParams"] | known_names.OBJECTS["LLM"]
+    allowed |= known_names.ARGUMENTS["DisaggregatedParams"] | library_names.OBJECTS["LLM"]
     for path, tree in modules():
         for node in ast.walk(tree):
             if (
@@ -134,9 +135,9 @@ def test_every_symbol_is_a_real_one():
 @pytest.mark.parametrize(
     ("module", "known"),
     [
-        ("kv_cache/kv_records.py", known_names.EVENT_KEYS | known_names.EVENT_TYPES),
-        ("kv_cache/kv_events.py", known_names.EVENT_KEYS | known_names.EVENT_TYPES),
-        ("stats.py", known_names.STATS_KEYS),
+        ("kv_cache/kv_records.py", library_names.EVENT_KEYS | library_names.EVENT_TYPES),
+        ("kv_cache/kv_events.py", library_names.EVENT_KEYS | library_names.EVENT_TYPES),
+        ("stats.py", library_names.STATS_KEYS),
     ],
 )
 def test_every_key_of_events_and_statistics_is_a_real_one(module: str, known: frozenset[str]):
@@ -196,7 +197,7 @@ def test_every_keyword_of_a_call_to_the_library_is_a_real_one():
                 continue
             keywords = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
             if node.func.attr == "build" and isinstance(node.args[0], ast.Constant):
-                assert keywords <= known[node.args[0].value.split(".")[-1]], path.name
+                assert keywords <= known[str(node.args[0].value).split(".")[-1]], path.name
                 checked += 1
             elif node.func.attr in methods:
                 assert keywords <= known[methods[node.func.attr]], path.name
@@ -229,9 +230,9 @@ def test_the_outputs_of_the_fake_have_the_librarys_names():
     request_output = RequestOutput(1, [1], configs.SamplingParams(), Aborter(None))
     assert (
         public(set(vars(request_output)) | set(vars(RequestOutput))) - {"misused", "responses", "abort_called"}
-        <= (known_names.OBJECTS["RequestOutput"])
+        <= (library_names.OBJECTS["RequestOutput"])
     )
     for fake, name in ((CompletionOutput, "CompletionOutput"), (Logprob, "Logprob")):
-        assert {field.name for field in dataclasses.fields(fake)} <= known_names.OBJECTS[name]
+        assert {field.name for field in dataclasses.fields(fake)} <= library_names.OBJECTS[name]
     arguments = public(set(inspect.signature(FakeLlm.generate_async).parameters) - {"self"})
     assert arguments == set(NEWEST.generate)

@@ -16,7 +16,7 @@ from tests.step_bench import same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import make_request, various_requests
 from tests.unit.shard_server.torch_engine.test_speculation import Bench
 
-PREDICTIONS = SpeculationConfig(max_predicted_tokens=8)
+PREDICTIONS = SpeculationConfig()
 
 
 def predicting(count: int = 6, wrong_every: int = 9) -> tuple[list, list]:  # pyright: ignore
