@@ -87,7 +87,8 @@ class Edge:
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), edge.trusted_proxies)
-        self.models = OfferedModels(models, routes, link, self.callers)
+        wait_for_shards = config.router.overload.start_patience_seconds > 0
+        self.models = OfferedModels(models, routes, link, self.callers, wait_for_shards=wait_for_shards)
         self.may_connect: Callable[[asyncio.BaseTransport], bool] = lambda _: True
         """Says if a new connection is served."""
         self.access_log = access_log

@@ -28,13 +28,20 @@ class OfferedModels:
     """The models, which may come and go, and the routes of one edge."""
 
     def __init__(
-        self, by_name: Mapping[str, ServedModel], routes: ModelRoutes, link: RouterLink, callers: RequestCallers
+        self,
+        by_name: Mapping[str, ServedModel],
+        routes: ModelRoutes,
+        link: RouterLink,
+        callers: RequestCallers,
+        *,
+        wait_for_shards: bool = False,
     ) -> None:
-        """`by_name`: by name and alias."""
+        """`by_name`: by name and alias. `wait_for_shards`: requests for a model without shards wait in the router."""
         self.by_name = by_name
         self.routes = routes
         self._link = link
         self._callers = callers
+        self._wait_for_shards = wait_for_shards
 
     def check(self, request: web.BaseRequest, names: Iterable[str]) -> None:
         """Raises KvloomError (PERMISSION_DENIED) for the first model, adapter or route that the caller may not use."""
@@ -140,6 +147,8 @@ class OfferedModels:
             return "the router is draining"
         if model and model not in self.by_name:
             return "the model is not served"
+        if self._wait_for_shards and self.by_name:
+            return ""
         wanted = {self._base_name(model) or self.by_name[model].name} if model else self.by_name
         infos = (info for info in self._link.fleet.models if info.name in wanted)
         return "" if any(info.num_ready_shards for info in infos) else "no shard is ready"

@@ -8,6 +8,7 @@ import msgspec
 
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom_common.config import KvloomConfig, PriorityClassConfig, with_constants
+from kvloom_common.models.configured import configured_models
 from router.core.core import CoreConfig
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.dispatch.prefill_handoffs import HandoffAbilities
@@ -48,7 +49,9 @@ def _wants_logprobs(sampling: object) -> bool:
 def core_config(config: KvloomConfig) -> CoreConfig:
     """Raises PluginError for a placement policy that does not exist or cannot be loaded."""
     router = config.router
+    waits_for_start = router.overload.start_patience_seconds > 0
     return CoreConfig(
+        expected_models=frozenset(model.name for model in configured_models(config) if waits_for_start),
         max_queued_requests=router.max_queued_requests,
         max_queue_seconds=router.max_queue_seconds,
         request_timeout_seconds=config.fabric.request_timeout_seconds,

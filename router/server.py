@@ -237,7 +237,8 @@ class RouterServer:
 
     def _is_serving(self) -> bool:
         has_safety = self._driver.has_safety or self._config.safety.on_unavailable == "allow"
-        has_shard = any(model.num_ready_shards for model in self._core.fleet.models)
+        waits_for_shards = self._config.router.overload.start_patience_seconds > 0
+        has_shard = waits_for_shards or any(model.num_ready_shards for model in self._core.fleet.models)
         return has_shard and has_safety and not self._draining
 
     def _gauges(self) -> dict[GaugeRecord, float]:

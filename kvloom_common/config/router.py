@@ -62,7 +62,10 @@ class OverloadConfig(Section):
     drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
     `max_queued_requests` and the clock decide."""
     outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
-    """How long admitted requests wait for a shard when the last one is lost. New requests are rejected at once."""
+    """How long admitted requests wait for a shard when the last one is lost."""
+    start_patience_seconds: Annotated[float, Meta(ge=0), BY_ROUTERS_AND_EDGES] = 0.0
+    """How long new requests wait while their model has no shard, so that one can be started for them
+    (docs/operate/autoscaling.md). 0: they are rejected at once."""
 
 
 class FairnessConfig(Section):

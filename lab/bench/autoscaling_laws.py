@@ -122,7 +122,7 @@ class KvloomLaw:
             ttft_seconds=ttft,
             tpot_seconds=tpot,
         )
-        return self._policy.recommend(load, fleet.at).num_shards
+        return max(1, self._policy.recommend(load, fleet.at).num_shards)
 
 
 def _keep_recent(recent: deque[Outcome], fleet: ObservedFleet) -> None:

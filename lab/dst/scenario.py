@@ -389,7 +389,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         max_uncleared_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
-        overload=_draw_overload(random.Random(f"{seed} overload")),
+        overload=_draw_overload(seed, random.Random(f"{seed} overload")),
         brownout=_draw_brownout(random.Random(f"{seed} brownout")),
         fairness=_draw_fairness(random.Random(f"{seed} fairness")),
         classes=_draw_classes(random.Random(f"{seed} classes")),
@@ -468,11 +468,14 @@ def _draw_brownout(rng: random.Random) -> BrownoutSettings | None:
     )
 
 
-def _draw_overload(rng: random.Random) -> OverloadSettings:
+def _draw_overload(seed: int, rng: random.Random) -> OverloadSettings:
+    """In a third of the seeds without limits new requests wait for the first shard of their model."""
+    waits_for_start = random.Random(f"{seed} start patience")
     return OverloadSettings(
         sheds_load_early=rng.random() < 0.5,
         outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
         ramp_start_requests=rng.choice((NO_RAMP, 1, 2)),
+        start_patience_seconds=0.0 if has_limits(seed) else waits_for_start.choice((0.0, 0.0, 0.0, 0.0, 0.05, 0.4)),
     )
 
 

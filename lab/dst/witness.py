@@ -97,6 +97,18 @@ class Witness:
         """True when requests for the model may be sent again later if they cannot be served now."""
         return model in self.models or not self.has_served
 
+    def may_wait_for_start(self, model: str) -> bool:
+        """True when a new request waits for the first shard of its model."""
+        served = (shard for shard in self.shards.values() if shard.description.model == model)
+        return self.config.overload.start_patience_seconds > 0 and all(shard.is_draining for shard in served)
+
+    def patience_seconds(self, observed: ObservedRequest) -> float:
+        """How long a request waits for a shard when there is none."""
+        overload = self.config.overload
+        if observed.num_attempts:
+            return overload.outage_patience_seconds
+        return max(overload.outage_patience_seconds, overload.start_patience_seconds)
+
     def refuses(self, observed: ObservedRequest) -> bool:
         """True when the model or the adapter of a request that arrives now does not exist, or takes no new requests."""
         model = observed.request.model
@@ -192,6 +204,9 @@ class Witness:
         policy = self.policy if self.safety_waited_for_until is None else (True, True)
         observed = self.arriving = ObservedRequest(event.request, now, self.config, policy)
         observed.is_duplicate = event.request.request_id in self.live
+        if self.may_wait_for_start(event.request.model):
+            patience_seconds = self.patience_seconds(observed)
+            observed.queue_deadline = min(observed.deadline, observed.queue_deadline + patience_seconds)
         for choice, cached in zip(observed.choices, event.cached, strict=False):
             choice.emitted += cached.token_ids
             if cached.finish.reason == FINISH_REASON_LENGTH:

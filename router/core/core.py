@@ -75,7 +75,7 @@ class RouterCore:
         self.limiter = limiter
         self.config = config
         self._action_buffer = ActionBuffer()
-        self._fleet = Fleet()
+        self._fleet = Fleet(config.expected_models)
         self._index = PrefixIndex()
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
@@ -127,9 +127,8 @@ class RouterCore:
             if limiter is None
             else RequestsAwaitingLease(limiter, self._fleet, self._lifecycle, self._action_buffer)
         )
-        patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(
-            self._fleet, self._attempt_sender.queue, self._lifecycle, self._deadlines, patience_seconds
+            self._fleet, self._attempt_sender.queue, self._lifecycle, self._deadlines, config.overload
         )
         self._verdicts = Verdicts(self._lifecycle, self._screening, config)
         self._arrivals = Arrivals(
@@ -141,6 +140,7 @@ class RouterCore:
             self._lifecycle,
             self._verdicts,
             self._deadlines,
+            self._outage,
             self._action_buffer,
             self._limits,
             self._brownout,

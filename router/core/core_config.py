@@ -64,6 +64,8 @@ class CoreConfig:
     disaggregation: DisaggregationSettings = dataclasses.field(default_factory=DisaggregationSettings)
     """Says which prompts are computed on shards for prompts, if there are any."""
     handoffs: HandoffAbilities = dataclasses.field(default_factory=HandoffAbilities)
+    expected_models: frozenset[str] = frozenset()
+    """Models for which requests may wait although none of their shards has been seen."""
     overload: OverloadSettings = dataclasses.field(default_factory=lambda: NO_OVERLOAD_CONTROL)
     """Says what is done under overload; by default nothing is shed, and a queue that is full refuses."""
     brownout: BrownoutSettings | None = None

@@ -26,6 +26,7 @@ from kvloom_common.config import (
     KvloomConfig,
     LogConfig,
     ModelConfig,
+    OverloadConfig,
     RouterConfig,
     dump_config,
 )
@@ -189,6 +190,15 @@ async def test_readiness_follows_the_fleet(world: EdgeWorld) -> None:
     ):
         world.link.fleet = fleet
         assert await ready() == (503, reason)
+
+
+async def test_an_edge_is_ready_for_a_model_that_is_scaled_to_zero() -> None:
+    """Requests wait in the router for the shard that they start: with an edge that took none, none would start."""
+    router = RouterConfig(overload=OverloadConfig(start_patience_seconds=60.0))
+    async with edge_world(KvloomConfig(router=router)) as world:
+        world.link.fleet = FleetState()
+        async with world.http.get(f"{world.url}/ready?model=tiny") as response:
+            assert response.status == 200
 
 
 async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld) -> None:

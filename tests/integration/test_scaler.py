@@ -13,6 +13,7 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.external_scaler_pb2 import GetMetricsRequest, ScaledObjectRef
 from kvloom.v1.external_scaler_pb2_grpc import ExternalScalerStub, add_ExternalScalerServicer_to_server
 from kvloom_common.transport.checked_server import CheckedServer
+from tests.fakes.fake_shard import expected_tokens
 from tests.fakes.router_world import Answer, RouterWorld, link_request
 from tests.waiting import eventually
 from tools.failures import CommandError
@@ -95,7 +96,7 @@ async def test_keda_is_told_how_many_shards_there_should_be(world: RouterWorld, 
     await eventually(lambda: not shard.num_running, "the end of the sequences")
     await world.ask(link, list(range(40)), 1)  # with the shard's next report
     assert await scaled.read(59) == 2
-    assert await scaled.read(61) == 1
+    assert await scaled.read(61) == 0
     assert (scaled.sample("kvloom_scaler_questions_total", method="GetMetrics") or 0) >= 4
 
 
@@ -112,6 +113,29 @@ async def test_a_model_becomes_active_with_its_first_shard(world: RouterWorld, s
     await scaled.read()
     assert (await stream.read()).result
     assert (await scaled.keda.IsActive(ABOUT)).result
+    stream.cancel()
+
+
+async def test_a_request_starts_the_first_shard(world: RouterWorld, scaled: Scaled) -> None:
+    """The router holds it, KEDA is told by its stream, and the shard that comes answers it. A while after the last
+    request there need be no shard."""
+    world.config.router.overload.start_patience_seconds = 30.0
+    await world.start_router()
+    link = await world.connect()
+    await scaled.watch.read()
+    stream = scaled.keda.StreamIsActive(ABOUT)
+    assert not (await stream.read()).result
+    answer = Answer()
+    link.submit(link_request([4, 5], 5), answer)
+    await eventually(lambda: world.metric("kvloom_router_requests_queued"), "a request that waits")
+    assert await scaled.read() == 1
+    assert (await stream.read()).result
+    await world.start_shard("shard-0")
+    await eventually(lambda: answer.done, "its answer")
+    assert answer.token_ids[0] == expected_tokens([4, 5], 0, 5)
+    assert await scaled.read() == 1
+    assert await scaled.read(61) == 0
+    assert not (await stream.read()).result
     stream.cancel()
 
 

@@ -38,6 +38,13 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True):
     tpot_seconds: float | None = None
 
     @property
+    def is_idle(self) -> bool:
+        """True when nothing waits or runs, and nothing has of late."""
+        waits = self.num_queued_requests or self.num_queued_prefill_tokens
+        runs = self.batch_share or self.computed_tokens_per_second
+        return not (waits or runs) and self.ttft_seconds is None and self.tpot_seconds is None
+
+    @property
     def queued_seconds(self) -> float:
         """How long the shards need for the prompts that wait. 0 if their speed is not known."""
         speed = self.prefill_tokens_per_second

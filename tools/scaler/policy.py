@@ -57,7 +57,7 @@ class ScalingTargets(msgspec.Struct, frozen=True, kw_only=True):
 
 class Recommendation(msgspec.Struct, frozen=True):
     num_shards: int
-    """The model should have so many."""
+    """The model should have so many; 0: nobody has used it for long."""
     num_needed: int
     """The present load alone asks for so many."""
     terms: Mapping[str, float]
@@ -79,7 +79,7 @@ class ScalingPolicy:
         if load.num_shards and load.prefill_tokens_per_second:
             self._prefill_speed = load.prefill_tokens_per_second / load.num_shards
         terms = shards_by_term(load, self._targets, self._prefill_speed)
-        needed = max(1, math.ceil(max(terms.values(), default=0.0) - _ROUNDING))
+        needed = max(0 if load.is_idle else 1, math.ceil(max(terms.values(), default=0.0) - _ROUNDING))
         present = 0 if self._needed else load.num_shards
         horizon = now - self._targets.scale_in_seconds
         while self._needed and self._needed[0][0] <= horizon:

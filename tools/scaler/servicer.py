@@ -35,7 +35,7 @@ class ExternalScaler(external_scaler_pb2_grpc.ExternalScalerServicer):
         self._num_streams = 0
 
     async def IsActive(self, request: ScaledObjectRef, context: Context) -> IsActiveResponse:
-        answer = IsActiveResponse(result=await self._recommendation(request, context) is not None)
+        answer = IsActiveResponse(result=await self._is_active(request, context))
         self._questions.labels("IsActive").inc()
         return answer
 
@@ -48,7 +48,7 @@ class ExternalScaler(external_scaler_pb2_grpc.ExternalScalerServicer):
             told: bool | None = None
             while True:
                 num_readings = self._watch.num_readings
-                is_active = await self._recommendation(request, context) is not None
+                is_active = await self._is_active(request, context)
                 if is_active is not told:
                     told = is_active
                     yield IsActiveResponse(result=is_active)
@@ -68,8 +68,13 @@ class ExternalScaler(external_scaler_pb2_grpc.ExternalScalerServicer):
         value = MetricValue(metricName=METRIC, metricValue=number, metricValueFloat=float(number))
         return GetMetricsResponse(metricValues=[value])
 
+    async def _is_active(self, about: ScaledObjectRef, context: Context) -> bool:
+        """True when the model should have a shard: one serves it, or would serve requests that wait for one."""
+        found = await self._recommendation(about, context)
+        return found is not None and found.num_shards > 0
+
     async def _recommendation(self, about: ScaledObjectRef, context: Context) -> Recommendation | None:
-        """None for a model of which no shard has ever joined."""
+        """None for a model of which no shard has ever joined, and for which no request waits."""
         model = await _model_of(about, context)
         if not self._watch.is_current:
             # KEDA leaves the number of shards as it is: fewer would be wrong, and more may not help.

@@ -112,7 +112,8 @@ class TiersKept(Checker):
 
 
 class OutagePatience(Checker):
-    """A request for which there is no shard fails when the patience with outages is over, and not before."""
+    """A request for which there is no shard fails when the patience with outages is over, and not before. A new one is
+    not refused for that reason if it may wait for the first shard of its model."""
 
     invariant = "outage_patience"
 
@@ -121,8 +122,12 @@ class OutagePatience(Checker):
         """Since when there has been no shard for a request."""
 
     def on_finish(self, node: SimulatedRouterView, choice: ObservedChoice, finish: Finish) -> None:
-        observed, patience_seconds = choice.request, node.config.overload.outage_patience_seconds
-        if choice.state is not State.WAITING or observed is node.witness.arriving or _reason(finish) not in _GIVEN_UP:
+        observed, witness = choice.request, node.witness
+        is_refused = observed is witness.arriving and _reason(finish) == ErrorReason.ERROR_REASON_NO_SHARD_READY
+        if is_refused and witness.may_wait_for_start(observed.request.model):
+            self.fail(f"{observed.request.request_id} was refused, but may wait for a shard to start")
+        patience_seconds = witness.patience_seconds(observed)
+        if choice.state is not State.WAITING or observed is witness.arriving or _reason(finish) not in _GIVEN_UP:
             return
         since = self._since.get((node, observed), node.now)
         if node.now < since + patience_seconds:
@@ -141,7 +146,7 @@ class OutagePatience(Checker):
             return
         for observed in unschedulable:
             seconds = node.now - self._since[node, observed]
-            if seconds >= node.config.overload.outage_patience_seconds and seconds > 0:
+            if seconds >= witness.patience_seconds(observed) and seconds > 0:
                 self.fail(f"{observed.request.request_id} has waited {seconds:.3f} s for a shard that does not exist")
 
 

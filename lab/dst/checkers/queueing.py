@@ -25,7 +25,7 @@ class NoIdleWait(Checker):
         for observed in node.witness.waiting():
             able = eligible(shards, observed)
             if not able:
-                if not node.config.overload.outage_patience_seconds and not node.witness.keeps(observed):
+                if not node.witness.patience_seconds(observed) and not node.witness.keeps(observed):
                     self.fail(f"{observed.request.request_id} waits for a shard that does not exist")
                 continue  # OutagePatience checks for how long it may
             if node.config.classes:

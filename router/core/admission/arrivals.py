@@ -10,6 +10,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, 
 from router.core import events as ev
 from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
+from router.core.admission.outage import Outage
 from router.core.admission.requests_awaiting_lease import RequestsAwaitingLease
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -43,6 +44,7 @@ class Arrivals:
         lifecycle: Lifecycle,
         verdicts: Verdicts,
         deadlines: Deadlines,
+        outage: Outage,
         action_buffer: ActionBuffer,
         limits: RequestsAwaitingLease | None = None,
         hook: RequestHook | None = None,
@@ -55,6 +57,7 @@ class Arrivals:
         self._lifecycle = lifecycle
         self._verdicts = verdicts
         self._deadlines = deadlines
+        self._outage = outage
         self._action_buffer = action_buffer
         self._meters_usage = config.meters_usage
         self._max_held_tokens = config.max_uncleared_tokens
@@ -64,9 +67,10 @@ class Arrivals:
         if limits is not None:
             limits.resume = self._on_lease
 
-    def refusal(self, request: Request) -> KvloomError | None:
-        """The reason why no shard could serve the request, whatever the load; None when one could."""
-        error = check_servable(request, self._fleet)
+    def refusal(self, request: Request, *, may_wait: bool = False) -> KvloomError | None:
+        """The reason why no shard could serve the request, whatever the load; None when one could, or when it may wait
+        for the first shard of its model."""
+        error = check_servable(request, self._fleet, may_wait=may_wait)
         verdicts = self._verdicts
         if error is None and not (verdicts.applies_guardrails if request.guardrails else verdicts.can_admit):
             return safety_unavailable(request.request_id)
@@ -78,7 +82,8 @@ class Arrivals:
         timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
         if request.objectives is not None:
             timeout_seconds = min(timeout_seconds, request.objectives.seconds_left)
-        error = self.refusal(request) or check_names(request, client, self._lifecycle.requests)
+        error = self.refusal(request, may_wait=self._outage.admits)
+        error = error or check_names(request, client, self._lifecycle.requests)
         if error is None and not event.cached:  # a cached answer needs no shard
             error = self._overload_refusal(request, timeout_seconds, now)
             if error is None and self._hook is not None:
@@ -164,7 +169,7 @@ class Arrivals:
 
     def _on_lease(self, live: LiveRequest, error: KvloomError | None, now: float) -> None:
         """A request is no longer held. The fleet may have changed meanwhile."""
-        error = error or self.refusal(live.request)
+        error = error or self.refusal(live.request, may_wait=self._outage.admits)
         if error is not None:
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:
@@ -192,6 +197,8 @@ class Arrivals:
         else:
             self._queue.place(live, open_shards, now)
         if live.is_queued:
+            if not open_shards and not self._queue.has_shard(live.request.model):
+                self._outage.begin(live, now)
             self._deadlines.add(live.queue_deadline, live)
             # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A
             # request with a prefill chunk in progress takes no place in the queue.

@@ -1,5 +1,6 @@
 """Requests that no shard can run: they wait for a while for one to return, and are then refused. Those whose shard was
-stopped on purpose wait as long as they may take, since scheduling ends no answer."""
+stopped on purpose wait as long as they may take, since scheduling ends no answer. New ones for a model without shards
+may wait for its first one to start."""
 
 from __future__ import annotations
 
@@ -9,21 +10,31 @@ from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.fleet.fleet import Fleet
 from router.core.live import LiveRequest
 from router.core.relay.lifecycle import Lifecycle
+from router.core.rule_settings import OverloadSettings
 
 
 class Outage:
     """Decides how long unschedulable requests wait, and fails them afterwards."""
 
     def __init__(
-        self, fleet: Fleet, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, patience_seconds: float
+        self, fleet: Fleet, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, config: OverloadSettings
     ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._lifecycle = lifecycle
         self._deadlines = deadlines
-        self._patience_seconds = patience_seconds
+        self._patience_seconds = config.outage_patience_seconds
+        self._start_patience_seconds = max(config.start_patience_seconds, config.outage_patience_seconds)
+        self.admits = config.start_patience_seconds > 0
+        """True when new requests wait for the first shard of their model."""
         self.overdue: list[LiveRequest] = []
         """Requests with a deadline that has passed, perhaps that of their patience."""
+
+    def begin(self, live: LiveRequest, now: float) -> None:
+        """A new request waits for the first shard of its model. Its turn in the queue is counted from then on."""
+        live.queue_deadline = min(live.deadline, live.queue_deadline + self._start_patience_seconds)
+        live.unschedulable_at = now + self._start_patience_seconds
+        self._deadlines.add(live.unschedulable_at, live)
 
     def find_unschedulable(self, now: float) -> None:
         """Find the requests that no shard can run, after the fleet may have changed."""
@@ -35,7 +46,8 @@ class Outage:
                 live.unschedulable_at = None
         for live in unschedulable:
             is_kept = self._is_kept(live)
-            until = live.deadline if is_kept else now + self._patience_seconds
+            patience_seconds = self._patience_seconds if live.num_attempts else self._start_patience_seconds
+            until = live.deadline if is_kept else now + patience_seconds
             before = live.unschedulable_at
             if until <= now:
                 self._lifecycle.give_up(live, now)

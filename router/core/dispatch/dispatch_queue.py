@@ -185,11 +185,15 @@ class DispatchQueue:
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
-    def has_idle_shard(self, model: str) -> bool:
-        """Returns true if a shard that serves the model has nothing to do. Suspected ones count only if all are: then
-        requests are placed there, too."""
-        idle = self._ledger.idle()
-        return bool(idle) and any(shard.shard_id in idle for shard in self._fleet.ready_shards(model).preferred)
+    def has_shard(self, model: str) -> bool:
+        """Returns true if a shard accepts requests for the model."""
+        return bool(self._fleet.ready(model))
+
+    def is_busy(self, model: str) -> bool:
+        """Returns true if all shards that serve the model, of which there are some, have something to do. Suspected
+        ones count only if all are: then requests are placed there, too."""
+        idle, shards = self._ledger.idle(), self._fleet.ready_shards(model).preferred
+        return bool(shards) and not any(shard.shard_id in idle for shard in shards)
 
     def held_ahead_seconds(self, live: LiveRequest, candidate: Candidate, ttft_due: float) -> float:
         """Prefill time of the requests that wait in the router for that shard and go before one that is to have its

@@ -171,7 +171,8 @@ class OverloadGuard:
                 self._model(action.model).learn(action)
         if is_idle:  # there is nothing to measure, as with nearly all steps
             return
-        waiting = {name for name, _ in self._queues.counts()}
+        # What waits for a first shard says nothing of how fast shards are.
+        waiting = {name for name, _ in self._queues.counts() if self._queue.has_shard(name)}
         self.has_waited = False
         for name, model in self._models.items():
             has_waiting = name in waiting
@@ -188,7 +189,7 @@ class OverloadGuard:
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
         # Where a shard has nothing to do, those that wait do it for what is cached elsewhere, or for blocks there.
-        if self._queues.num_waiting(request.model) and not self._queue.has_idle_shard(request.model):
+        if self._queues.num_waiting(request.model) and self._queue.is_busy(request.model):
             wait_seconds += self.wait_seconds(request, now) or 0.0
         if not wait_seconds or wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_of(request)):
             return None

@@ -19,8 +19,9 @@ MAX_BATCH: Final = 2**16
 """Sequences in a step, and tokens in a block."""
 
 
-def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
-    """The reason why the present fleet cannot serve `request`; None when it can."""
+def check_servable(request: Request, fleet: Fleet, *, may_wait: bool = False) -> KvloomError | None:
+    """The reason why the present fleet cannot serve `request`; None when it can. `may_wait`: it can also wait for the
+    first shard of its model."""
     if fleet.is_draining and request.tier is not JUDGE_TIER:  # a request that runs may wait for it
         return draining(request.request_id)
     if not fleet.knows(request.model):
@@ -31,7 +32,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if (not shards or shards[0].is_asleep) and fleet.is_asleep(request.model) and not request.has_output:
         return model_asleep(request.model, request.request_id)
     if not shards:
-        return no_shard_ready(request.model, request.request_id)
+        return _check_input(request) if may_wait else no_shard_ready(request.model, request.request_id)
     if request.adapter is not None:
         if not fleet.has_adapter(request.model, request.adapter):
             return adapter_not_found(request)
@@ -40,20 +41,27 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
             return no_shard_ready(request.full_name, request.request_id)
         if request.pooling is not None:
             return unsupported(f"The adapter {request.adapter.name!r} gives no embeddings: its model may.", "model")
-    if not request.prompt_token_ids:
-        return invalid_argument("The prompt is empty.", "prompt")
+    error = _check_input(request)
+    if error is not None:
+        return error
     if request.pooling is not None:
         if not any(shard.can_embed for shard in shards):
             return unsupported(f"The model {request.model!r} gives no embeddings.", "model")
     elif not shards[0].can_generate and not any(shard.can_generate for shard in shards):
         return unsupported(f"The model {request.model!r} generates no text: it gives embeddings only.", "model")
-    elif request.max_tokens is not None and request.max_tokens < 1:
-        return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     # Nearly always the first shard's window is wide enough, or as wide as all others.
     if _exceeds_window(request, shards[0].description.max_model_len):
         window = max(shard.description.max_model_len for shard in shards)
         if _exceeds_window(request, window):
             return _context_length_exceeded(request, window)
+    return None
+
+
+def _check_input(request: Request) -> KvloomError | None:
+    if not request.prompt_token_ids:
+        return invalid_argument("The prompt is empty.", "prompt")
+    if request.pooling is None and request.max_tokens is not None and request.max_tokens < 1:
+        return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     return None
 
 

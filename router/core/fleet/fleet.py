@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -271,7 +271,9 @@ class ReadyShards(NamedTuple):
 class Fleet:
     """The connected shards by id, and the limits of every model that has been served."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Iterable[str] = ()) -> None:
+        """`expected`: models that exist although they may have no shard."""
+        self._expected = set(expected)
         self.shards: dict[str, Shard] = {}
         self.full: set[Shard] = set()
         """The shards that have no room."""
@@ -305,12 +307,13 @@ class Fleet:
         model = shard.description.model
         if shard.is_withdrawn and not any(other.description.model == model for other in self.shards.values()):
             self._models.pop(model, None)
+            self._expected.discard(model)
         return shard
 
     def knows(self, model: str) -> bool:
-        """True when any shard has served the model since it was last withdrawn. Before the first shard connects, any
-        model may exist."""
-        return model in self._models or not self._has_served
+        """True when any shard has served the model since it was last withdrawn, or it is expected. Before the first
+        shard connects, any model may exist."""
+        return model in self._models or model in self._expected or not self._has_served
 
     def is_withdrawn(self, model: str) -> bool:
         """True when the model takes no new requests, since all its shards, also those that drain, are withdrawn."""

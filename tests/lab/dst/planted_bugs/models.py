@@ -63,7 +63,7 @@ def forgets_adapters_in_prefill_chunks(patch: Patch) -> None:
 @caught_by(IndexExact)
 def shares_blocks_between_adapters(patch: Patch) -> None:
     """The router believes that KV of one adapter is of use to another."""
-    original = placer.root_hash
+    original = placer.root_hash  # pyright: ignore[reportAttributeAccessIssue]
     patch.setattr(placer, "root_hash", lambda model, _checksum, salt: original(model, "", salt))
 
 
@@ -107,13 +107,13 @@ def forgets_models_with_their_first_withdrawn_shard(patch: Patch) -> None:
     def remove(self: Fleet, shard_id: str) -> Shard:
         shard = original(self, shard_id)
         if shard.is_withdrawn:
-            self.forgotten = {*self.forgotten, shard.description.model}
+            self.forgotten = {*self.forgotten, shard.description.model}  # pyright: ignore[reportAttributeAccessIssue]
         return shard
 
     original_add = Fleet.add
 
     def add(self: Fleet, description: Any) -> Shard:
-        self.forgotten = self.forgotten - {description.model}
+        self.forgotten = self.forgotten - {description.model}  # pyright: ignore[reportAttributeAccessIssue]
         return original_add(self, description)
 
     original_knows = Fleet.knows
@@ -143,7 +143,7 @@ def ends_what_runs_on_withdrawn_shards(patch: Patch) -> None:
 
     def init(self: RouterCore, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
-        self._fleet.lifecycle = self._lifecycle
+        self._fleet.lifecycle = self._lifecycle  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_load(self: ShardEventHandler, event: Any, now: float) -> None:
         original(self, event, now)
@@ -151,7 +151,7 @@ def ends_what_runs_on_withdrawn_shards(patch: Patch) -> None:
         if shard is not None and shard.is_withdrawn:
             error = refusals._model_not_found("The model is being withdrawn.")
             for choice in list(shard.choices.values()):
-                self._fleet.lifecycle.end(choice, FINISH_REASON_ERROR, error, now)
+                self._fleet.lifecycle.end(choice, FINISH_REASON_ERROR, error, now)  # pyright: ignore[reportAttributeAccessIssue]
 
     patch.setattr(Fleet, "lifecycle", None, raising=False)
     patch.setattr(RouterCore, "__init__", init)
@@ -175,9 +175,9 @@ def breaks_off_answers_that_other_routers_began(patch: Patch) -> None:
     """A withdrawn model refuses everything that arrives, also the rest of an answer whose router has died."""
     original = refusals.check_servable
 
-    def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
+    def check_servable(request: Request, fleet: Fleet, *, may_wait: bool) -> KvloomError | None:
         choices = tuple(msgspec.structs.replace(choice, output_token_ids=()) for choice in request.choices)
-        return original(msgspec.structs.replace(request, choices=choices), fleet)
+        return original(msgspec.structs.replace(request, choices=choices), fleet, may_wait=may_wait)
 
     patch.setattr(arrivals, "check_servable", check_servable)
 

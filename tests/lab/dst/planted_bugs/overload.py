@@ -15,6 +15,7 @@ from lab.dst.checkers import (
     RejectionsJustified,
     TiersKept,
 )
+from router.core.admission.arrivals import Arrivals
 from router.core.admission.outage import Outage
 from router.core.core import RouterCore
 from router.core.dispatch.dispatch_queue import DispatchQueue
@@ -90,7 +91,7 @@ def gives_up_at_once(patch: Patch) -> None:
     original = Outage.find_unschedulable
 
     def find_unschedulable(self: Outage, now: float) -> None:
-        self._patience_seconds = 0.0
+        self._patience_seconds = self._start_patience_seconds = 0.0
         original(self, now)
 
     patch.setattr(Outage, "find_unschedulable", find_unschedulable)
@@ -100,6 +101,13 @@ def gives_up_at_once(patch: Patch) -> None:
 def waits_for_ever(patch: Patch) -> None:
     """Requests are not notified that there will be no shard."""
     patch.setattr(Outage, "expire", lambda _self, _now: None)
+
+
+@caught_by(OutagePatience)
+def refuses_what_may_wait_for_a_start(patch: Patch) -> None:
+    """A model whose last shard has left takes no requests, although they may wait for another one."""
+    original = Arrivals.refusal
+    patch.setattr(Arrivals, "refusal", lambda self, request, **_may_wait: original(self, request))
 
 
 @caught_by(PlacementsFit)
@@ -146,5 +154,5 @@ def ends_one_request_of_a_drain(patch: Patch) -> None:
 @caught_by(NoRefusalBesideIdle)
 def refuses_beside_an_idle_shard(patch: Patch) -> None:
     """The wait that is predicted from the requests which wait for one shard holds for all of them."""
-    patch.setattr(DispatchQueue, "has_idle_shard", lambda *_: False)
+    patch.setattr(DispatchQueue, "is_busy", lambda *_: True)
     patch.setattr(DispatchQueue, "go_to_idle", lambda *_: False)

@@ -267,6 +267,60 @@ def test_admitted_requests_wait_out_a_short_outage() -> None:
     assert not has(rig.handle(Tick()), RequestEnded)
 
 
+def scaled_to_zero(**config: Any) -> CoreRig:
+    """A model whose last shard has ended, and for which requests wait for 60 seconds."""
+    overload = msgspec.structs.replace(SHEDS, start_patience_seconds=60.0, ramp_start_requests=4)
+    rig = CoreRig(policy="least_requests", overload=overload, max_queue_seconds=10.0, **config)
+    rig.add_shard()
+    rig.handle(ShardDown("s0"))
+    return rig
+
+
+def test_requests_wait_for_the_first_shard_to_start() -> None:
+    """A fleet is scaled to zero: the first request starts a shard, and so must not be lost. What waits says nothing of
+    how fast shards will be, so that nothing is refused for it, neither meanwhile nor when one has come."""
+    rig = scaled_to_zero()
+    for i in range(20):
+        rig.now += 1.0
+        assert not rig.submit(f"r{i}", slots=(i,))
+    assert rig.core.queued_by_model() == {"m": (20, 100)}
+    rig.now += 30.0
+    rig.handle(Tick())
+    mark = len(rig.log)
+    rig.add_shard("s1", max_batch=16)
+    assert sum(isinstance(action, SubmitAttempt) for action in rig.log[mark:]) == 4
+    assert not has(rig.submit("later", slots=(99,)), RequestEnded)
+
+
+def test_requests_wait_for_a_shard_no_longer_than_they_may() -> None:
+    """Whoever cannot wait for so long, or for whom none comes, is told when to try again; the queue is bounded."""
+    rig = scaled_to_zero(max_queued_requests=3)
+    for i in range(2):
+        assert not rig.submit(f"r{i}", slots=(i,))
+    rig.submit("hasty", slots=(10,), timeout_seconds=5.0)
+    error = error_of(rig.submit("one too many", slots=(11,)))
+    assert (error.reason, error.retry_after_seconds is None) == (ErrorReason.ERROR_REASON_QUEUE_FULL, False)
+    rig.now += 5.0
+    assert only(rig.handle(Tick()), RequestEnded).error_reason == ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED
+    rig.now += 54.0
+    assert not has(rig.handle(Tick()), RequestEnded)
+    rig.now += 1.0
+    assert rig.core.next_deadline() == rig.now
+    finishes = sent(rig.handle(Tick())).finishes
+    assert [finish.error.reason for finish in finishes if finish.error] == [ErrorReason.ERROR_REASON_NO_SHARD_READY] * 2
+    assert all(finish.error.retry_after_seconds for finish in finishes if finish.error)
+    assert rig.core.is_idle
+
+
+def test_what_no_shard_could_serve_waits_for_none() -> None:
+    """A malformed request would be held for nothing; a model that is expected is known before its first shard."""
+    rig = scaled_to_zero(expected_models=frozenset({"night"}))
+    empty = error_of(rig.submit("empty", slots=(1,), prompt_token_ids=()))
+    assert empty.reason == ErrorReason.ERROR_REASON_INVALID_ARGUMENT
+    assert error_of(rig.submit("unknown", slots=(2,), model="x")).reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND
+    assert not rig.submit("expected", slots=(3,), model="night")
+
+
 def test_a_long_outage_is_an_error() -> None:
     """When patience ends, every waiting request fails with the reason."""
     rig = outage()

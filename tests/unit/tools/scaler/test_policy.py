@@ -63,14 +63,19 @@ def test_a_policy_that_begins_wants_no_fewer_than_there_are() -> None:
     policy = ScalingPolicy(TARGETS)
     assert policy.recommend(IDLE, 1000.0).num_shards == 2
     assert policy.recommend(IDLE, 1299.0).num_shards == 2
-    assert policy.recommend(IDLE, 1300.0).num_shards == 1
+    assert policy.recommend(IDLE, 1300.0).num_shards == 0
 
 
-def test_a_model_keeps_a_shard() -> None:
-    """Nothing would wake it: routers refuse requests for a model that has none."""
+def test_a_model_that_is_not_used_needs_no_shard() -> None:
+    """Until a request waits for one, of whatever size; any use keeps the shard for a while."""
     policy = ScalingPolicy(TARGETS)
     none = ModelLoad(num_shards=0)
-    assert [policy.recommend(none, at).num_shards for at in (0.0, 1000.0)] == [1, 1]
+    assert policy.recommend(none, 0.0).num_shards == 0
+    waits = ModelLoad(num_shards=0, num_queued_requests=1, num_queued_prefill_tokens=1)
+    assert policy.recommend(waits, 1000.0).num_shards == 1
+    assert policy.recommend(load(1, ttft_seconds=0.1), 1010.0).num_shards == 1
+    assert policy.recommend(load(1), 1309.0).num_shards == 1
+    assert policy.recommend(load(1), 1310.0).num_shards == 0
 
 
 def test_what_waits_for_shards_that_are_lost_counts() -> None:
