@@ -33,6 +33,7 @@ from kvloom_common.addresses import join_address
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.process.request_context import current_request
 from kvloom_common.trust.fabric_trust import FabricTrust
 
 ROLE: Final = "orchestrator"
@@ -50,6 +51,7 @@ class OrchestratorLink:
         self._finder = ProcessFinder(config.redis, ROLE, own_name, configured, trust.sealer)
         self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._is_traced = bool(config.tracing.otlp_endpoint)
 
     async def watch(self) -> None:
         try:
@@ -71,29 +73,29 @@ class OrchestratorLink:
         """The JSON of the answer, within so many seconds. Raises KvloomError."""
         wanted = OperateRequest(owner=owner, operation=operation, ids=ids, query=query or {}, body=body)
         async with self._asking() as stub:
-            return (await stub.Operate(wanted, timeout=seconds)).body
+            return (await stub.Operate(wanted, timeout=seconds, metadata=self._metadata())).body
 
     async def read_context(self, request: ReadContextRequest) -> ReadContextResponse:
         """Raises KvloomError."""
         async with self._asking() as stub:
-            return await stub.ReadContext(request, timeout=CALL_SECONDS)
+            return await stub.ReadContext(request, timeout=CALL_SECONDS, metadata=self._metadata())
 
     async def keep_response(self, request: KeepResponseRequest) -> None:
         """Raises KvloomError."""
         async with self._asking() as stub:
-            await stub.KeepResponse(request, timeout=CALL_SECONDS)
+            await stub.KeepResponse(request, timeout=CALL_SECONDS, metadata=self._metadata())
 
     async def begin_response(self, request: BeginResponseRequest) -> None:
         """Raises KvloomError."""
         async with self._asking() as stub:
-            await stub.BeginResponse(request, timeout=CALL_SECONDS)
+            await stub.BeginResponse(request, timeout=CALL_SECONDS, metadata=self._metadata())
 
     async def read_events(self, owner: Owner, response_id: str, num_known: int) -> AsyncGenerator[Sequence[bytes]]:
         """The events of a background response after the first `num_known`, as they come. The first piece is empty.
         Raises KvloomError."""
         async with self._asking() as stub:
             wanted = ReadEventsRequest(owner=owner, response_id=response_id, num_known=num_known)
-            async for response in stub.ReadEvents(wanted):
+            async for response in stub.ReadEvents(wanted, metadata=self._metadata()):
                 yield response.events
 
     async def write_file(self, requests: AsyncIterator[WriteFileRequest]) -> bytes:
@@ -109,7 +111,7 @@ class OrchestratorLink:
 
         async with self._asking() as stub:
             try:
-                async for response in stub.WriteFile(sent()):
+                async for response in stub.WriteFile(sent(), metadata=self._metadata()):
                     return response.body
             except grpc.aio.AioRpcError:
                 if not failure:
@@ -119,7 +121,9 @@ class OrchestratorLink:
     async def read_file(self, owner: Owner, file_id: str) -> AsyncIterator[ReadFileResponse]:
         """The file, then its pieces. Raises KvloomError."""
         async with self._asking() as stub:
-            async for response in stub.ReadFile(ReadFileRequest(owner=owner, file_id=file_id)):
+            async for response in stub.ReadFile(
+                ReadFileRequest(owner=owner, file_id=file_id), metadata=self._metadata()
+            ):
                 yield response
 
     async def export(
@@ -128,8 +132,14 @@ class OrchestratorLink:
         """Lines of JSON. The first piece is empty. Raises KvloomError."""
         async with self._asking() as stub:
             wanted = ExportRequest(owner=owner, operation=operation, ids=ids, query=query)
-            async for response in stub.Export(wanted):
+            async for response in stub.Export(wanted, metadata=self._metadata()):
                 yield response.lines
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """The trace context of the request for which it asks."""
+        request = current_request() if self._is_traced else None
+        traceparent = "" if request is None else request.log_fields().get("traceparent", "")
+        return (("traceparent", traceparent),) if traceparent else ()
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[OrchestratorServiceStub]:

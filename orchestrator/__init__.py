@@ -16,5 +16,6 @@ service/       the gRPC service and the process
 seal.py        encrypts bodies where edges hide personal data
 backup.py      copies database and files for `kvloom backup`
 metrics.py     its metrics
+tracing.py     its spans
 __main__.py    the command
 """

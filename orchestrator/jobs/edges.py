@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiohttp
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.process_finder import ProcessFinder
+from kvloom_common.tracing.attributes import HTTP_STATUS
 from kvloom_common.trust.fabric_trust import FabricTrust
 from kvloom_common.trust.on_behalf import KEY_ID, TENANT
+
+if TYPE_CHECKING:
+    from orchestrator.tracing import OrchestratorTracing
 
 CONNECT_SECONDS: Final = 2.0
 MAX_CONNECTIONS: Final = 256
@@ -48,8 +52,17 @@ class EdgeRefusedError(Exception):
 class Edges:
     """`watch` must run while requests are sent."""
 
-    def __init__(self, config: KvloomConfig, own_name: str, trust: FabricTrust, configured: str = "") -> None:
-        """`configured`: the address of an edge for its fabric, where there is no registry."""
+    def __init__(
+        self,
+        config: KvloomConfig,
+        own_name: str,
+        trust: FabricTrust,
+        configured: str = "",
+        tracing: OrchestratorTracing | None = None,
+    ) -> None:
+        """`configured`: the address of an edge for its fabric, where there is no registry. `tracing`: None where there
+        are no traces."""
+        self._tracing = tracing
         self._finder = ProcessFinder(config.redis, "edge", own_name, configured, trust.sealer)
         self._trust = trust
         self._scheme = "https" if trust.has_secret else "http"
@@ -72,7 +85,7 @@ class Edges:
         headers = {PRIORITY_CLASS: priority_class} if priority_class else {}
         if idempotency_key:
             headers |= {IDEMPOTENCY_KEY: idempotency_key, "x-request-id": idempotency_key}
-        async with self._sent(self._address(), tenant, key_id, path, body, headers) as answer:
+        async with self._traced(self._address(), tenant, key_id, path, body, headers) as answer:
             return await _answered(answer)
 
     @contextlib.asynccontextmanager
@@ -82,7 +95,7 @@ class Edges:
         """Raises EdgeAwayError, EdgeRefusedError."""
         await self._finder.found.wait()
         address = self._address()
-        async with self._sent(address, tenant, key_id, path, body, headers) as answer:
+        async with self._traced(address, tenant, key_id, path, body, headers) as answer:
             if answer.status != 200:
                 raise EdgeRefusedError(await _answered(answer))
 
@@ -98,6 +111,20 @@ class Edges:
         if not candidates:
             raise EdgeAwayError("no edge is known")
         return candidates[next(self._turns) % len(candidates)]
+
+    @contextlib.asynccontextmanager
+    async def _traced(
+        self, address: str, tenant: str, key_id: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._tracing is None:
+            async with self._sent(address, tenant, key_id, path, body, headers) as answer:
+                yield answer
+            return
+        with self._tracing.asking(path, tenant, headers.get(IDEMPOTENCY_KEY, "")) as (own, attributes):
+            headers = {**headers, "traceparent": own.header}
+            async with self._sent(address, tenant, key_id, path, body, headers) as answer:
+                attributes[HTTP_STATUS] = answer.status
+                yield answer
 
     @contextlib.asynccontextmanager
     async def _sent(

@@ -25,6 +25,8 @@ from kvloom_common.process.service import (
     sharing_port,
     stop_event,
 )
+from kvloom_common.process.watched_files import following
+from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import FabricTrust
@@ -41,6 +43,7 @@ from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from orchestrator.store.expiry import keep_deleting
+from orchestrator.tracing import OrchestratorTracing
 
 log = structlog.get_logger()
 
@@ -81,19 +84,23 @@ async def serve(
         store = FileContents(config.orchestrator, Path(config.data_dir))
         contents = TenantContents(store, seal)
         owned = [tasks.create_task(keep_deleting(database, store, config.orchestrator.retention_days), name="expiry")]
-        edges, logs = Edges(config, name, trust), ResponseLogs()
+        tracer = open_tracer(config.tracing, "orchestrator", name)
+        tracing = None if tracer is None else OrchestratorTracing(tracer)
+        edges, logs = Edges(config, name, trust, tracing=tracing), ResponseLogs()
         kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name, config.safety.audit_dir)
         runner = JobRunner(database, kinds, name)
         if trust.has_secret:  # without it, an edge does not know an orchestrator
             owned.append(tasks.create_task(edges.watch(), name="edges"))
             owned.append(tasks.create_task(runner.run(), name="jobs"))
         searcher = Searcher(database, FabricEncoder(edges) if trust.has_secret else None)
-        servicer = OrchestratorServicer(database, config.orchestrator, contents, searcher, logs, runner.wake, sealer)
+        held = database, config.orchestrator, contents, searcher, logs, runner.wake, sealer
+        servicer = OrchestratorServicer(*held, tracing=tracing)
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
             address = bind(server, host, port, trust.add_port)
-            await _serve(config, server, address, metrics, trust, name, servicer, database, stopping)
+            async with following(*filter(None, (tracer,))):
+                await _serve(config, server, address, metrics, trust, name, servicer, database, stopping)
         finally:
             for task in owned:
                 task.cancel()

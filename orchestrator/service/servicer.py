@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -52,6 +53,9 @@ from orchestrator.metrics import CALLS
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.file_streams import write_file, write_part
 
+if TYPE_CHECKING:
+    from orchestrator.tracing import OrchestratorTracing
+
 ANSWER_SECONDS: Final = 10.0
 """How long an edge waits for a database that neither answers nor fails."""
 
@@ -81,9 +85,11 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         wake: Callable[[], None],
         sealer: StateSealer,
         clock: Callable[[], float] = time.time,
+        tracing: OrchestratorTracing | None = None,
     ) -> None:
         """`logs`: of the background responses at which this process works. `wake` is called when there is work.
-        `sealer`: for secrets."""
+        `sealer`: for secrets. `tracing`: None where there are no traces."""
+        self._tracing = tracing
         self._database = database
         self._settings = settings
         self._contents = contents
@@ -191,8 +197,11 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
     async def _answer(
         self, name: str, work: Coroutine[Any, Any, T], context: Any, answer_seconds: float | None = ANSWER_SECONDS
     ) -> T:
+        tracing = self._tracing
+        span = contextlib.nullcontext() if tracing is None else tracing.answering(name, context.invocation_metadata())
         try:
-            answer = await self._database.uninterrupted(work, answer_seconds)
+            with span:
+                answer = await self._database.uninterrupted(work, answer_seconds)
         except KvloomError as error:
             failure = error
         except DATABASE_ERRORS as error:

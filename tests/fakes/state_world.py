@@ -15,12 +15,14 @@ import openai
 import pytest
 
 from edge_http.orchestrator_link import OrchestratorLink
+from edge_http.tracing import EdgeTracing
 from kvloom.v1 import orchestrator_service_pb2_grpc
-from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig
+from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig, TracingConfig
 from kvloom_common.database.database import Database
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
+from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.state_seal import StateSealer
@@ -35,6 +37,7 @@ from orchestrator.search.embedding import FabricEncoder
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
+from orchestrator.tracing import OrchestratorTracing
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, key_of, two_organisations
 from tests.fakes.fake_router_link import FakeRouterLink
@@ -64,12 +67,13 @@ class StateWorld:
     """The events of the background responses at which the orchestrator works that clients ask."""
     seal: BodySeal = NO_SEAL
     audit_dir: str = ""
+    tracing: OrchestratorTracing | None = None
     now: float = 1_800_000_000.0
 
     @contextlib.asynccontextmanager
     async def jobs(self, name: str = "orchestrator") -> AsyncIterator[None]:
         """An orchestrator of this name works at jobs within the context. Clients ask the one called orchestrator."""
-        edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address)
+        edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address, self.tracing)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
         held = self.settings, self.database, TenantContents(self.contents, self.seal)
         kinds = job_kinds(*held, edges, logs, SEALER, name, self.audit_dir, lambda: self.now)
@@ -97,9 +101,14 @@ async def state_world(
     seal: BodySeal = NO_SEAL,
     link: FakeRouterLink | None = None,
     output: ParserSpec | None = None,
+    traced: TracingConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[StateWorld]:
-    """`more_models`: those that the edge has besides "tiny". `settings`: those of the orchestrator."""
+    """`more_models`: those that the edge has besides "tiny". `traced`: where edge and orchestrator send their spans.
+    `settings`: those of the orchestrator."""
+    whole = KvloomConfig(tracing=traced or TracingConfig())
+    tracers = [open_tracer(whole.tracing, role, role) for role in ("edge", "orchestrator")]
+    tracing = None if tracers[1] is None else OrchestratorTracing(tracers[1])
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(migrated_database(database_url, MIGRATIONS))
         use_seal(database, seal)
@@ -109,6 +118,8 @@ async def state_world(
         edge = await stack.enter_async_context(
             edge_world(link=link, callers=callers, output=output, more_models=more_models)
         )
+        await stack.enter_async_context(following(*filter(None, tracers)))
+        edge.edge.tracing = None if tracers[0] is None else EdgeTracing(tracers[0])
         address = await edge.server.listen_to_fabric("127.0.0.1", None, NO_SECRET)
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
@@ -119,11 +130,12 @@ async def state_world(
         await stack.enter_async_context(following(edges))
         searcher = Searcher(database, FabricEncoder(edges))
         held = database, config, TenantContents(contents, seal), searcher, logs
-        servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now)
+        servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now, tracing)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
-        stored = OrchestratorLink(KvloomConfig(orchestrator=config, redis=RedisConfig()), "edge-0", NO_SECRET)
+        whole.orchestrator, whole.redis = config, RedisConfig()
+        stored = OrchestratorLink(whole, "edge-0", NO_SECRET)
         edge.edge.orchestrator, edge.edge.state_sealer = stored, SEALER
         await stack.enter_async_context(following(stored))
         clients = [
@@ -133,7 +145,12 @@ async def state_world(
             for key in (SEARCH_KEY, OTHER_KEY)
         ]
         world = StateWorld(
-            edge, database, contents, server, *clients, settings=config, fabric_address=address, logs=logs, seal=seal
+            *(edge, database, contents, server, *clients),
+            settings=config,
+            fabric_address=address,
+            logs=logs,
+            seal=seal,
+            tracing=tracing,
         )
         yield world
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from kvloom_common.config import TracingConfig
@@ -15,7 +16,9 @@ from kvloom_common.tracing.trace_context import TraceContext
 from kvloom_common.tracing.tracer import open_tracer
 from lab.traces.collector import CollectedSpan, Collector, collecting
 from lab.traces.picture import as_svg, as_text, in_order
+from tests.fakes.fake_router_link import answer
 from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
+from tests.fakes.state_world import state_world
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -118,6 +121,35 @@ async def test_probes_are_not_traced(fabric: tuple[ScreenedWorld, Collector]) ->
     assert await ask(world, chat()) == 200
     await until_traced(collector, "chat tiny")
     assert "GET /health" not in {span.name for span in collector.spans}
+
+
+async def test_what_the_orchestrator_does_is_traced(collector: tuple[Collector, str], tmp_path: Path) -> None:
+    """What a request waits for in the orchestrator stands below its edge's span. The orchestrator's own requests, here
+    of a background response, are traces that begin with it, above the edge and so above the router."""
+    tracing = TracingConfig(otlp_endpoint=collector[1], sample_share=1.0)
+    async with state_world(f"sqlite:///{tmp_path}/state.db", tmp_path, traced=tracing) as world:
+        world.edge.link.script = answer("Hello")
+        headers = {"traceparent": CLIENT.header}
+        made = await world.client.responses.create(model="tiny", input="hi", background=True, extra_headers=headers)
+        with pytest.raises(openai.NotFoundError):
+            await world.client.responses.retrieve("resp_none", extra_headers=headers)
+        async with world.jobs():
+            await eventually(lambda: world.edge.link.requests, "the request of the background response")
+            spans = await until_traced(collector[0], "store BeginResponse", "store getResponse")
+            await eventually(
+                lambda: by_name(collector[0].spans).get("work /v1/responses"), "the orchestrator's own span"
+            )
+    begun, missed = spans["store BeginResponse"], spans["store getResponse"]
+    assert begun.service == "kvloom-orchestrator"
+    assert begun.parent_id == next(span.span_id for span in spans.values() if span.name == "POST /v1/responses")
+    assert missed.error == ""
+    work = by_name(collector[0].spans)["work /v1/responses"]
+    assert (work.parent_id, work.error) == ("", "")
+    assert work.attributes["kvloom.client_request_id"] == made.id
+    assert work.attributes["kvloom.tenant"] == "acme/search"
+    (edge,) = [span for span in collector[0].trace(work.trace_id) if span.service == "kvloom-edge"]
+    assert edge.parent_id == work.span_id
+    assert world.edge.link.requests[-1].request.submit.traceparent.split("-")[1:3] == [edge.trace_id, edge.span_id]
 
 
 async def test_a_trace_can_be_read_as_text_and_as_a_picture(fabric: tuple[ScreenedWorld, Collector]) -> None:
