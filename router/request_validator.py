@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 from kvloom.adapters import Adapter, full_name
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.guide import GUIDE_FIELD, check_guide
-from kvloom.router_link.earlier_submit import nest
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
     MAX_CHOICES,
@@ -137,8 +136,6 @@ class RequestValidator:
 
     def request_from_submit(self, submit: Submit, client_id: str, scope: CallerScope = TRUSTED) -> Request:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
-        if not submit.HasField("request"):
-            nest(submit)
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
         return self._request_of_tokens(submit, _prompt_of(submit), choices, client_id, scope)

@@ -1,7 +1,6 @@
 """The client side of the data plane: requests multiplexed over one stream per router, which survive a router's loss.
 
 request.py             `LinkRequest`, a request on its way to a router, and the progress of its choices
-earlier_submit.py      the wire's form of a request as version 0.2 reads and writes it
 link.py                `RouterLink`, the interface, and `GrpcRouterLink`, one connection that reconnects
 open_choices.py        the choices in flight over one link, by slot; `Sink`, which receives their progress
 fast_path.py           forwards the text of most choices without a call to their sinks

@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol
 import grpc
 
 from kvloom.errors import KvloomError
-from kvloom.router_link.earlier_submit import flatten
 from kvloom.router_link.identity import LinkIdentity
 from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import ChoiceProgress, LinkRequest
@@ -364,8 +363,6 @@ def _fill(
         submit.packed_prompt_token_ids = pack_token_ids(request.prompt_token_ids)
     else:
         submit.prompt_token_ids.extend(request.prompt_token_ids)
-    if not fleet.reads_submit_request:
-        flatten(submit)
 
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:

@@ -184,9 +184,9 @@ class ClientLink:
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]
         if not slots:
-            raise protocol_violation(f"Request {submit.request_id!r} has no choices, so it cannot be answered.")
+            raise protocol_violation(f"Request {submit.request.request_id!r} has no choices, so it cannot be answered.")
         if len(set(slots)) < len(slots) or not self._open_slots.isdisjoint(slots):
-            raise protocol_violation(f"Request {submit.request_id!r} uses a slot that is still in use.")
+            raise protocol_violation(f"Request {submit.request.request_id!r} uses a slot that is still in use.")
         self._open_slots.update(slots)
         if len(self._open_slots) > MAX_OPEN_SLOTS:
             raise protocol_violation(f"More than {MAX_OPEN_SLOTS} slots are in use.")

@@ -107,13 +107,13 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
 
     def answer(self, connection: Connection, submit: router_service_pb2.Submit) -> None:
         ids = list(submit.prompt_token_ids)
-        if submit.stop.HasField("max_tokens"):
-            ids = ids[: submit.stop.max_tokens]
+        if submit.request.stop.HasField("max_tokens"):
+            ids = ids[: submit.request.stop.max_tokens]
         slots = [choice.slot for choice in submit.choices]
         for i, token_id in enumerate(ids):
             step = generation_pb2.StepFrame(slots=slots, token_ids=[token_id] * len(slots))
             step.deltas.extend([text_of(token_id)] * len(slots))
-            if submit.sampling.HasField("logprobs"):
+            if submit.request.sampling.HasField("logprobs"):
                 step.logprobs.extend(generation_pb2.TokenLogprobs(slot=slot, logprob=-i) for slot in slots)
             if i == 0:
                 step.starts.extend(generation_pb2.SequenceStart(slot=slot, shard_id="shard-0") for slot in slots)

@@ -43,7 +43,7 @@ async def test_token_ids_travel_over_the_shared_stream(client: Client, router: F
         assert deltas[-1].finish is not None
         assert deltas[-1].finish.num_output_tokens == len(ids)
     assert len(router.connections) == 1
-    assert {submit.session_key for submit in router.connections[0].submits} == {"chat-17"}
+    assert {submit.request.session_key for submit in router.connections[0].submits} == {"chat-17"}
     assert not router.generate_requests
 
 

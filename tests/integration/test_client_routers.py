@@ -58,7 +58,7 @@ async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[
         await other.wait_until(lambda: any(c.submits for c in other.connections))
         again = other.connections[0].submits[0]
         assert list(again.choices[0].output_token_ids) == [7, 8]
-        assert (again.priority_class, again.fairness_id) == ("batch", "chat 7")
+        assert (again.request.priority_class, again.request.fairness_id) == ("batch", "chat 7")
         other.tokens(other.connections[0], (again.choices[0].slot, [9]))
         assert (await rest).token_ids == [9]
         await deltas.aclose()

@@ -184,7 +184,7 @@ async def test_a_client_that_comes_back_ends_what_its_lost_connection_ran(world:
     lost = (await world.stub()).Connect()
     await lost.write(RouterServiceConnectRequest(hello=ClientHello(client_id="edge-0", link_id="the same")))
     submit = make_submit(request_id="mine", model=MODEL, prompt_token_ids=[1], choices=[Choice(slot=1)])
-    submit.stop.max_tokens = 2000
+    submit.request.stop.max_tokens = 2000
     await lost.write(RouterServiceConnectRequest(submits=[submit]))
     await eventually(lambda: shard.num_running == 2, "both run")
     again = GrpcRouterLink(world.address, "edge-0")

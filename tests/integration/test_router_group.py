@@ -46,7 +46,7 @@ class Routers:
                 for router in self.routers
                 for connection in router.connections
                 for submit in connection.submits
-                if submit.request_id == name
+                if submit.request.request_id == name
             ]
 
         await eventually(lambda: len(submits()) == count, f"{count} submits of {name}")
@@ -109,9 +109,10 @@ async def test_a_lost_router_s_answers_go_on_at_another_behind_what_was_delivere
         (choice,) = again.choices
         assert (choice.index, list(choice.output_token_ids)) == (0, [7, 8])
         assert choice.num_delivered_chars == len(text_of(7) + text_of(8))
-        assert submit.sampling.HasField("seed")
-        assert (again.sampling, again.stop, again.session_key) == (submit.sampling, submit.stop, "chat")
-        assert 0 < again.timeout_seconds < 50.0
+        wanted, before = again.request, submit.request
+        assert before.sampling.HasField("seed")
+        assert (wanted.sampling, wanted.stop, wanted.session_key) == (before.sampling, before.stop, "chat")
+        assert 0 < wanted.timeout_seconds < 50.0
         start(other, choice.slot, 1)
         router.tokens(other, (choice.slot, [10]))
         router.finish(other, choice.slot, num_output_tokens=3)
@@ -368,7 +369,7 @@ async def test_hundreds_of_lost_answers_come_over_bit_by_bit() -> None:
         lose(busiest.connections[-1])
         num_lost = len(busiest.connections[-1].submits)
         assert num_lost >= 100
-        lost = [answers[int(submit.request_id[1:])] for submit in busiest.connections[-1].submits]
+        lost = [answers[int(submit.request.request_id[1:])] for submit in busiest.connections[-1].submits]
         await eventually(lambda: all(answer.done for answer in lost), "all ends")
         took_seconds = asyncio.get_running_loop().time() - lost_at
         assert all(answer.finish.reason == generation_pb2.FINISH_REASON_STOP for answer in lost)

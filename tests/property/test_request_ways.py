@@ -19,7 +19,6 @@ from edge_http.resume.records import RequestsRecord, decode_requests, encode
 from kvloom.adapters import Adapter
 from kvloom.client.client import _link_request
 from kvloom.errors import KvloomError
-from kvloom.router_link.earlier_submit import flatten, nest
 from kvloom.router_link.link import ChoiceProgress, GrpcRouterLink, LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
 from kvloom.v1 import router_service_pb2 as pb
@@ -136,11 +135,11 @@ def link_request(wanted: pb.GenerateRequest) -> LinkRequest:
     return LinkRequest(submit, PROMPT)
 
 
-def arrived(request: LinkRequest, *, reads_submit_request: bool = True) -> pb.Submit:
+def arrived(request: LinkRequest) -> pb.Submit:
     """The submit that a router reads."""
     link = GrpcRouterLink("127.0.0.1:1", "edge")
     link._connected = True
-    link._fleet = pb.FleetState(reads_submit_request=reads_submit_request, reads_packed_token_ids=True)
+    link._fleet = pb.FleetState(reads_packed_token_ids=True)
     link.submit(request, Heard(request.n))
     frame = link._take_frame()
     assert frame is not None
@@ -156,22 +155,6 @@ def new(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
     request = link_request(wanted)
     request.partial_choices = progress(wanted, num_tokens) if num_tokens else ()
     return at_router(arrived(request))
-
-
-def known_earlier(wanted: pb.GenerateRequest) -> pb.GenerateRequest:
-    """The part of a request that clients of version 0.2 can say."""
-    known = pb.GenerateRequest(n=wanted.n)
-    earlier = pb.Submit(request=wanted)
-    flatten(earlier)
-    nest(earlier)
-    known.MergeFrom(earlier.request)
-    return known
-
-
-def from_an_earlier_edge(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
-    request = link_request(wanted)
-    request.partial_choices = progress(wanted, num_tokens)
-    return at_router(arrived(request, reads_submit_request=False))
 
 
 def in_one_process(wanted: pb.GenerateRequest, num_tokens: int) -> Request:
@@ -311,8 +294,6 @@ def test_a_request_says_the_same_whichever_way_it_comes(wanted: pb.GenerateReque
     expected = new(wanted, num_tokens)
     for name, way in OF_FABRIC.items():
         same(name, way(wanted, num_tokens), expected)
-    earlier = from_an_earlier_edge(wanted, num_tokens)
-    same("an earlier edge", earlier, new(known_earlier(wanted), num_tokens))
     same("gRPC", by_grpc(wanted, num_tokens), expected, OF_CALLER)
     same("the SDK", by_sdk(wanted, num_tokens), expected, OF_CALLER | OF_CALL)
 

@@ -30,16 +30,24 @@ METHOD = "/kvloom.v1.RouterService/Connect"
 
 WINDOW_TOKENS = 64
 
-SUBMIT = {
+WANTED = {
     "request_id": "r",
     "model": MODEL,
-    "prompt_token_ids": [1, 2, 3],
     "sampling": {"temperature": 0.0, "seed": "1"},
     "stop": {"max_tokens": 3, "stop": ["x"], "stop_token_ids": [5]},
-    "choices": [{"slot": 1}],
 }
-TWO_CHOICES = {**SUBMIT, "request_id": "s", "choices": [{"slot": 2}, {"slot": 3, "index": 1, "output_token_ids": [7]}]}
-PACKED = {**SUBMIT, "request_id": "p", "prompt_token_ids": [], "packed_prompt_token_ids": "AQAAAAIAAAA="}
+SUBMIT = {"request": WANTED, "prompt_token_ids": [1, 2, 3], "choices": [{"slot": 1}]}
+TWO_CHOICES = {
+    "request": {**WANTED, "request_id": "s"},
+    "prompt_token_ids": [1, 2, 3],
+    "choices": [{"slot": 2}, {"slot": 3, "index": 1, "output_token_ids": [7]}],
+}
+PACKED = {
+    **SUBMIT,
+    "request": {**WANTED, "request_id": "p"},
+    "prompt_token_ids": [],
+    "packed_prompt_token_ids": "AQAAAAIAAAA=",
+}
 FIRST = [{"hello": {"client_id": "c"}}, {"hello": {"client_id": "c", "link_id": "l", "lost": [{"request_id": "r"}]}}]
 LATER = [
     {"submits": [SUBMIT]},
