@@ -41,7 +41,7 @@ class OfferedModels:
         self.routes = routes
         self._link = link
         self._callers = callers
-        self._wait_for_shards = wait_for_shards
+        self.wait_for_shards = wait_for_shards
 
     def check(self, request: web.BaseRequest, names: Iterable[str]) -> None:
         """Raises KvloomError (PERMISSION_DENIED) for the first model, adapter or route that the caller may not use."""
@@ -80,12 +80,14 @@ class OfferedModels:
         model = self.by_name.get(name)
         return name if model is None else model.name
 
-    def find_able(self, name: str, features: Iterable[Feature]) -> ServedModel:
+    def find_able(self, name: str, features: Iterable[Feature], *, may_wait: bool = False) -> ServedModel:
         """Finds a model as `find` does, if it is one of several that could take a request: also raises
-        KvloomError (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could."""
+        KvloomError (NO_SHARD_READY, UNSUPPORTED_PARAMETER) if no shard of it could. `may_wait`: a shard may start."""
         model = self.find(name)
         info = self.info(model.name)
         if info is None or not info.num_ready_shards:
+            if may_wait:
+                return model
             raise KvloomError(ErrorReason.ERROR_REASON_NO_SHARD_READY, f"No shard that serves {name!r} is ready now.")
         for feature in features:
             needed = _CAPABILITIES.get(feature)
@@ -147,7 +149,7 @@ class OfferedModels:
             return "the router is draining"
         if model and model not in self.by_name:
             return "the model is not served"
-        if self._wait_for_shards and self.by_name:
+        if self.wait_for_shards and self.by_name:
             return ""
         wanted = {self._base_name(model) or self.by_name[model].name} if model else self.by_name
         infos = (info for info in self._link.fleet.models if info.name in wanted)

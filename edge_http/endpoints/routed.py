@@ -86,6 +86,8 @@ class _RoutedRequest(Generic[Body]):
     """Those that could not take it, and why."""
     discarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Those whose answer did not pass a test, and which."""
+    may_wait: bool = False
+    """True once it may wait for the first shard of a model."""
 
     async def generate(self) -> web.StreamResponse:
         """Let the first of the models that can do so take the request. Raises `error_to_report` if none can, or a
@@ -94,7 +96,7 @@ class _RoutedRequest(Generic[Body]):
         # All attempts together have the time of one.
         deadline = asyncio.get_running_loop().time() + self.edge.request_timeout_seconds
         tried = self._tried(chosen)
-        names = itertools.chain(tried, fallback_models(self.passed, self.edge.models.by_name), self._overloaded(tried))
+        names = itertools.chain(tried, fallback_models(self.passed, self.edge.models.by_name), self._asked_again(tried))
         for number, name in enumerate(names, start=1):
             job = await self._job(chosen, name)
             if job is None:
@@ -138,11 +140,16 @@ class _RoutedRequest(Generic[Body]):
             return [name for name in chosen.models if name not in chosen.cascades]
         return list(chosen.models)
 
-    def _overloaded(self, tried: Sequence[str]) -> Iterator[str]:
-        """The first model that has passed the request on because of its brownout, once no other could take it: it is
-        asked again, as the last."""
+    def _asked_again(self, tried: Sequence[str]) -> Iterator[str]:
+        """The first model that has passed the request on because of its brownout, once no other could take it; then the
+        first without a shard, if requests wait for one to start."""
         for name, error in self.passed:
             if error.reason == ErrorReason.ERROR_REASON_BROWNOUT and name != tried[-1]:
+                yield name
+                break
+        self.may_wait = self.edge.models.wait_for_shards
+        for name, error in self.passed if self.may_wait else ():
+            if error.reason == ErrorReason.ERROR_REASON_NO_SHARD_READY:
                 yield name
                 return
 
@@ -152,7 +159,7 @@ class _RoutedRequest(Generic[Body]):
             cascade = chosen.cascades.get(name)
             needs_logprobs = cascade is not None and "logprob" in cascade.tests.escalate_on
             features = self.features | _LOGPROBS if needs_logprobs else self.features
-            model = self.edge.models.find_able(name, features)
+            model = self.edge.models.find_able(name, features, may_wait=self.may_wait)
             job = await self.api.make_job(self.edge, self.request, self.raw, self.body, model)
         except KvloomError as error:
             pass_on(self.passed, name, error)

@@ -13,7 +13,7 @@ import pytest
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
-from kvloom_common.config import RouteConfig, RouteRule, RouteTarget
+from kvloom_common.config import KvloomConfig, OverloadConfig, RouteConfig, RouterConfig, RouteRule, RouteTarget
 from kvloom_common.models.model_routes import ModelRoutes
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import ERROR, FakeRequest, FakeRouterLink, Script, answer
@@ -53,6 +53,20 @@ async def world() -> AsyncIterator[EdgeWorld]:
     link.script = answer("Hi")
     async with edge_world(link=link, routes=ROUTES, more_models=[tiny_model("guided"), tiny_model("away")]) as started:
         yield started
+
+
+async def test_a_request_waits_for_the_first_model_if_none_has_a_shard() -> None:
+    """A fabric that is scaled to zero starts again by a route, too: a model that has shards goes first."""
+    router = RouterConfig(overload=OverloadConfig(start_patience_seconds=60.0))
+    link = FakeRouterLink()
+    link.script = answer("Hi")
+    others = [tiny_model("guided"), tiny_model("away")]
+    async with edge_world(KvloomConfig(router=router), link=link, routes=ROUTES, more_models=others) as world:
+        for num_shards, expected in ((0, "tiny"), (1, "guided")):
+            guided = ModelInfo(name="guided", num_ready_shards=num_shards, max_model_len=4096)
+            link.tell(FleetState(models=[ModelInfo(name="tiny", max_model_len=4096), guided]))
+            status, text, headers = await ask(world, model="auto")
+            assert (status, headers["x-kvloom-model"]) == (200, expected), text
 
 
 def fails_for(model: str, error: KvloomError, after_tokens: int = 0) -> Script:
