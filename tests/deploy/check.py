@@ -31,7 +31,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "tls": {"certManager": {"issuer": "ca", "dnsNames": ["llm.example.com"]}},
         "keda": {"enabled": True},
         "shards": [
-            {"name": "a", "model": "a", "replicas": 1, "maxReplicas": 4, "nodeSelector": {"gpu": "h100"}},
+            {"name": "a", "model": "a", "replicas": 0, "maxReplicas": 4, "nodeSelector": {"gpu": "h100"}},
             {
                 "name": "b",
                 "model": "/models/b",
