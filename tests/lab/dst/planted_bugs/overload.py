@@ -120,10 +120,10 @@ def floods_a_returning_shard(patch: Patch) -> None:
             return 2 * self.description.max_batch
 
         @limit.setter
-        def limit(self, _value: int) -> None: ...
+        def limit(self, _value: int) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def add(self: Fleet, description: Any) -> Shard:
-        self.shards[description.shard_id] = shard = Flooded(description)
+        self.shards[description.shard_id] = shard = Flooded(description)  # pyright: ignore[reportCallIssue]
         return shard
 
     patch.setattr(Fleet, "add", add)
