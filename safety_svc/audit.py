@@ -58,7 +58,7 @@ class Audit:
                 target=found.target,
                 rule=found.rule,
                 policy=found.policy,
-                tenant=found.tenant,
+                tenant=found.names.get("tenant", ""),
                 safety_identifier=found.safety_identifier,
                 request_id=found.names.get("request_id", ""),
                 position=found.position,

@@ -62,8 +62,7 @@ class Found(NamedTuple):
     policy: str
     """The revision of the policy."""
     names: Mapping[str, str]
-    """Those of the request, for log lines."""
-    tenant: str = ""
+    """Those of the request and of its tenant, for log lines."""
     safety_identifier: str = ""
     excerpt: str = ""
     position: int | None = None
@@ -250,11 +249,11 @@ class ScreenConnection:
         if len(self._answers) >= MAX_OPEN_ANSWERS:
             raise protocol_violation("Too many answers are open on this stream.")
         ANSWERS.inc()
-        policy, owner = self._policy_file.current, self._scopes.get(slot)
-        scope = policy.scopes.default if owner is None else policy.scopes.of(owner.tenant, owner.guardrails)
+        policy, owner = self._policy_file.current, self._scopes.get(slot) or AnswerScope()
+        scope = policy.scopes.of(owner.tenant, owner.guardrails)
         screener = self._answers[slot] = AnswerScreener(policy.answer, policy.watched_answer, scope)
         if policy.answer_guardrails:
-            self._watched.begin(slot, policy, scope, "" if owner is None else owner.tenant)
+            self._watched.begin(slot, policy, scope, owner.tenant)
         return screener
 
     def _note_flagged(self, slot: int, screener: AnswerScreener, response: ScreenResponse) -> None:
@@ -270,8 +269,7 @@ class ScreenConnection:
     def _in_answer(self, owner: AnswerScope | None, rule: str, *, is_blocked: bool) -> Found:
         owner = owner or AnswerScope()
         names = request_fields(owner.request_id, tenant=owner.tenant)
-        subject = self._policy_file.current.revision, names, owner.tenant, owner.safety_identifier
-        return Found("answer", rule, is_blocked, *subject)
+        return Found("answer", rule, is_blocked, self._policy_file.current.revision, names, owner.safety_identifier)
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
@@ -292,7 +290,7 @@ class ScreenConnection:
             names_held = policy.scopes.of(check.tenant, check.guardrails).names
             verdict.rules.extend(name for name in names_held if name not in judge.unapplied)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
-        subject = policy.revision, names, check.tenant, check.safety_identifier
+        subject = policy.revision, names, check.safety_identifier
         for name, mode in judge.flagged.items():
             self._on_found(Found("prompt", name, False, *subject, needs_review=mode == "review"))
         if hit is not None:

@@ -85,8 +85,6 @@ class Scopes:
         self._terms = {each.name: each for each in terms}
         self._tenants = {tenant for each in terms for tenant in each.by_tenant}
         self._known: dict[tuple[str, tuple[str, ...]], Scope] = {}
-        self.default = self.of("", ())
-        """That of requests that no rule mentions."""
 
     @property
     def names(self) -> Sequence[str]:

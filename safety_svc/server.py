@@ -98,7 +98,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         hit = await found if isinstance(found, Awaitable) else found
         if hit is None and policy.guardrails:
             hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant}, self._ask_model())
-        subject = policy.revision, request_fields(tenant=request.tenant), request.tenant
+        subject = policy.revision, request_fields(tenant=request.tenant)
         for name, mode in judge.flagged.items():
             self._audit(Found("prompt", name, False, *subject, needs_review=mode == "review"))
         if hit is None:
@@ -256,13 +256,12 @@ async def judged(
             hit = await guardrails.judge(policy, text, judge, names, ask_model)
         flagged = judge.flagged
     for rule, mode in flagged.items():
-        found = Found(target, rule, False, policy.revision, names, wish.tenant)
-        on_found(found._replace(needs_review=mode == "review"))
+        on_found(Found(target, rule, False, policy.revision, names, needs_review=mode == "review"))
     if hit is None:
         return Classification(masks=masks), None
     if not hit.is_failure:
         excerpt = "" if wish.is_answer else excerpt_of(text, hit)
-        on_found(Found(target, hit.rule.name, True, policy.revision, names, wish.tenant, excerpt=excerpt))
+        on_found(Found(target, hit.rule.name, True, policy.revision, names, excerpt=excerpt))
     return Classification(masks=masks, finding=finding(hit)), hit
 
 

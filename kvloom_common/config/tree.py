@@ -20,6 +20,7 @@ from kvloom_common.config.section import (
     BY_ORCHESTRATOR,
     BY_ROUTERS,
     BY_ROUTERS_AND_EDGES,
+    BY_ROUTERS_AND_SAFETY,
     BY_SAFETY,
     BY_SHARDS,
     FOLLOWED,
@@ -45,9 +46,9 @@ class SafetyConfig(Section):
     can be reached, and the one at `host` and `port` first. `kvloom up` sets it for a fleet."""
     policy_file: FilePath = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
-    audit_dir: FilePath = ""
-    """The directory in which the service logs what its rules find, so that it can be verified and erased
-    (docs/operate/audit.md). Empty: only the ordinary log has it."""
+    audit_dir: Annotated[FilePath, BY_ROUTERS_AND_SAFETY] = ""
+    """The directory in which the service logs what its rules find, and routers what such answers follow from, so that
+    it can be verified and erased (docs/operate/audit.md). Empty: only the ordinary log has it."""
     audit_retention_days: Annotated[int, Meta(ge=0)] = 30
     """How long the audit log's excerpts can be read. 0: until they are erased."""
     answer_mode: Annotated[Literal["gate", "async", "off"], BY_ROUTERS] = "gate"

@@ -63,7 +63,7 @@ def _measured(policy: SafetyPolicy, texts: Sequence[str]) -> LayerLatency:
         begin = time.thread_time()
         check_prompt(policy.prompt, text, judge)
         prompts.append(time.thread_time() - begin)
-        screener = AnswerScreener(policy.answer, policy.watched_answer, policy.scopes.default)
+        screener = AnswerScreener(policy.answer, policy.watched_answer, policy.scopes.of("", ()))
         for character in text:
             begin = time.thread_time()
             screener.push(character)

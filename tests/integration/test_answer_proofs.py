@@ -144,6 +144,7 @@ async def test_answers_are_computed_again_from_their_prompts(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 async def test_two_hundred_answers_of_the_torch_engine(
     router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path, tmp_path: Path
 ) -> None:

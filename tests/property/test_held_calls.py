@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from router.core.actions import Action, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.events import AnswerHalt, AnswersScreened, ChoiceSpec
 from router.core.frames import Start
 from router.core.held_calls import MAX_CALL_SHARE
+from router.incidents.plain_events import WitnessedCalls
 from router.parsed_output import ParsedCalls, call_reader
 from tests.examples import num_examples
 from tests.fakes.core_rig import CoreRig, only
@@ -175,6 +177,16 @@ def test_a_call_has_room_to_be_long(is_too_long: bool) -> None:
         assert answer.num_begun() == 1
         answer.finish()
         assert answer.ended_with == [FinishReason.FINISH_REASON_STOP]
+
+
+def test_a_recorded_run_can_be_repeated() -> None:
+    """Incident logs have what was found in an answer, and not its text."""
+    verdicts: deque[bool] = deque()
+    reader = WitnessedCalls(ParsedCalls(make_parser(HERMES), "<"), verdicts)
+    found = [reader.read(piece) for piece in ("Sure.", *(CALL % "Rome"), " And")]
+    assert (True, True) in found
+    repeated = WitnessedCalls(None, verdicts)
+    assert [repeated.read("x") for _ in found] == found
 
 
 def test_calls_are_found_behind_a_parser_that_says_nothing() -> None:

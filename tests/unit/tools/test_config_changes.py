@@ -34,6 +34,7 @@ def toml(text: str) -> KvloomConfig:
         ("[shard.torch.speculation]\nmax_draft_tokens = 2", "shard.torch.speculation.max_draft_tokens", ["shard"]),
         ("[shard.plugin]\na = {b = 1}", "shard.plugin", ["shard"]),
         ("[safety]\npolicy_file = '/p'", "safety.policy_file", ["safety"]),
+        ("[safety]\naudit_dir = '/p'", "safety.audit_dir", ["router", "safety"]),
         ("[safety]\nanswer_mode = 'off'", "safety.answer_mode", ["router"]),
         ("[callers]\nanonymous = 'shared'", "callers.anonymous", ROLES),
         ("[log]\nlevel = 'debug'", "log.level", ROLES),
