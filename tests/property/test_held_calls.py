@@ -13,6 +13,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from kvloom_common.conversation.model_output import output_form
 from kvloom_common.parsers.events import Event, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.output_parser import ParserSpec, make_parser
+from kvloom_common.text.tokenizer import ModelTokenizer
 from router.core.actions import Action, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.events import AnswerHalt, AnswersScreened, ChoiceSpec
 from router.core.frames import Start
@@ -21,6 +22,7 @@ from router.incidents.plain_events import WitnessedCalls
 from router.parsed_output import ParsedCalls, call_reader
 from tests.examples import num_examples
 from tests.fakes.core_rig import CoreRig, only
+from tests.fakes.tiny_tokenizer import byte_level_tokenizer
 from tests.property.test_parsers_split import SPECS, cuts_of, output_of
 from tests.unit.kvloom_common.parsers.corpus import TOOLS
 
@@ -177,6 +179,16 @@ def test_a_call_has_room_to_be_long(is_too_long: bool) -> None:
         assert answer.num_begun() == 1
         answer.finish()
         assert answer.ended_with == [FinishReason.FINISH_REASON_STOP]
+
+
+def test_a_router_that_continues_an_answer_knows_where_it_stands() -> None:
+    """What was delivered is read first: here a list of calls has begun, which no marker says any more."""
+    form, tokenizer = output_form(ParserSpec(tools="pythonic"), TOOLS), ModelTokenizer(byte_level_tokenizer())
+    assert form is not None
+    delivered = "[get_time(), "
+    choice = ChoiceSpec(1, 0, tokenizer.encode_now(delivered), len(delivered))
+    assert call_reader(form, tokenizer, (), choice).read("get_weather(") == (True, True)
+    assert call_reader(form, tokenizer, (), ChoiceSpec(1, 0)).read("get_weather(") == (False, False)
 
 
 def test_a_recorded_run_can_be_repeated() -> None:
