@@ -12,7 +12,7 @@ from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Engine
 from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tiny_llama import write_tiny_llama
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 NUM_LAYERS = 4
 """Layers are alike: what holds for a few holds for thirty, and a step with a few still takes a millisecond. Steps of a

@@ -22,7 +22,7 @@ from tests.fakes.failover_world import MODEL, failover_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.state_world import StateWorld, state_world
 from tests.fakes.tiny_tokenizer import model_tokenizer
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -31,8 +31,8 @@ from shard_server.engines.torch_engine.lora.peft import adapter_checksum
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.peft_adapter import write_peft_adapter
-from tools.models.damage import damage
-from tools.models.shallow import write_shallow_model
+from lab.damaged_model import damage
+from lab.shallow_model import write_shallow_model
 from tools.receipts.collect import collected
 from tools.receipts.command import bundles_in
 from tools.receipts.command import verify as verify_command

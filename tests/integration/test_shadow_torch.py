@@ -12,7 +12,7 @@ from tests.fakes.shadow_world import CANDIDATE, MODEL, shadow_world
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.fakes.tiny_tokenizer import model_tokenizer
 from tests.waiting import eventually
-from tools.models.damage import damage
+from lab.damaged_model import damage
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -13,7 +13,7 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from tools.bench.engine import quality
 from tools.bench.engine.quality import measure_quality, quality_table
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from tests.conformance.engine_driver import EngineDriver, request_of
 from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8

@@ -17,7 +17,7 @@ from shard_server.engines.base import Capability, EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128

@@ -29,7 +29,7 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.guides import GuideError
 from shard_server.engines.torch_engine.sampling.llguidance_guides import CACHED_GUIDES, GuideCompiler
 from tests.conformance.engine_driver import EngineDriver
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 PERSON = {
     "type": "object",

@@ -20,7 +20,7 @@ from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.grouped_weight import GroupedWeight, joined_rows, quantised
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama
-from tools.models.damage import damage
+from lab.damaged_model import damage
 
 HALVES = {Type.Q6_K: [208], Type.Q4_0: [0], Type.Q5_0: [0], Type.Q8_0: [0]}
 """Where a block has float16; 0 and 2 otherwise"""

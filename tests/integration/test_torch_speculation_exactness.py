@@ -16,7 +16,7 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.guides import GuideState
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
+from lab.shallow_model import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
