@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 from safetensors.torch import load_file, save_file
 
+from lab.damaged_model import CONVERSION_FILE
 from shard_server.engines.torch_engine.checkpoint.packed_files import PACKED_SUFFIX
 from tools.failures import CommandError
-from lab.damaged_model import CONVERSION_FILE
 
 _WEIGHTS = (".safetensors", PACKED_SUFFIX)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
