@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from tools.models.shallow import write_shallow_model
 
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.audit.log import AnswerProof, AuditLine, AuditLog, read_log
@@ -27,7 +28,6 @@ from tests.fakes.screened_world import serve_safety
 from tests.waiting import eventually
 from tools.audit.reproduce import computed, is_found, proof_of, wanted_of
 from tools.cli.commands import main
-from tools.models.shallow import write_shallow_model
 from tools.receipts.rerun import rerunner
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
