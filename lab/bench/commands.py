@@ -10,10 +10,7 @@ from tools.cli.lazy_group import LazyGroup
 @click.group(
     cls=LazyGroup,
     commands_at={
-        "autoscaling": "lab.bench.autoscaling:bench_autoscaling",
-        "brownout": "lab.bench.brownout:bench_brownout",
         "index": "lab.bench.prefix_index:bench_index",
-        "injections": "lab.bench.injections.command:bench_injections",
         "epp": "lab.bench.epp:bench_epp",
         "encoder-peers": "lab.bench.encoder_peers.command:bench_encoder_peers",
         "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",
@@ -21,11 +18,8 @@ from tools.cli.lazy_group import LazyGroup
         "context-window": "lab.bench.context_windows:bench_context_window",
         "conversations": "lab.bench.conversations_command:bench_conversations",
         "data-plane": "lab.bench.data_plane.command:bench_data_plane",
-        "fairness": "lab.bench.fairness:bench_fairness",
         "overload": "lab.bench.overload:bench_overload",
         "phrases": "lab.bench.phrases:bench_phrases",
-        "preemption": "lab.bench.preemption:bench_preemption",
-        "spot-notice": "lab.bench.spot_notice:bench_spot_notice",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
         "vector-search": "lab.bench.vector_search:bench_vector_search",
         "regimes": "lab.study.regimes_command:regimes_command",
