@@ -22,4 +22,5 @@ auc.py                      how well two samples can be told apart, with its con
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
 vector_search.py            `kvloom-lab bench vector-search`: the index of a vector store
+weight_quality.py           `kvloom-lab bench weight-quality`: what each format of weights changes in the answers
 """

@@ -22,6 +22,7 @@ from tools.cli.lazy_group import LazyGroup
         "phrases": "lab.bench.phrases:bench_phrases",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
         "vector-search": "lab.bench.vector_search:bench_vector_search",
+        "weight-quality": "lab.bench.weight_quality:bench_weight_quality",
         "regimes": "lab.study.regimes_command:regimes_command",
         "routing": "lab.study.command:study_command",
     },

@@ -41,10 +41,17 @@ def count(name: str, default: int, about: str = "", *, least: int = 1, most: int
 
 
 def number(
-    name: str, default: float | None, about: str, *, least: float = 0.0, most: float | None = None, above: bool = False
+    name: str,
+    default: float | None,
+    about: str,
+    *,
+    least: float = 0.0,
+    most: float | None = None,
+    above: bool = False,
+    to: str = "",
 ) -> Flag:
     """A number between `least` and `most`, and with `above` not `least` itself."""
-    return flag(name, click.FloatRange(least, most, min_open=above), default, about)
+    return flag(name, click.FloatRange(least, most, min_open=above), default, about, **({"to": to} if to else {}))
 
 
 def choice(name: str, choices: Sequence[str], default: str, about: str = "") -> Flag:
