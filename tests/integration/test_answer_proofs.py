@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from tools.models.shallow import write_shallow_model
 
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom_common.audit.log import AnswerProof, AuditLine, AuditLog, read_log
@@ -18,6 +17,7 @@ from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
 from kvloom_common.receipts.receipt import digest, without_content
 from kvloom_common.receipts.receipt import wanted_of as requested
 from kvloom_common.text.tokenizer import ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.base import Engine
