@@ -16,7 +16,7 @@ overload.py                 `kvloom-lab bench overload`: goodput under overload,
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
 experiment.py               what all benches share: flags, a run, rows, and their table and JSON
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity
-bench_fabric.py             options that several benches share, and the configuration of what they start
+shared_flags.py             options that several benches share, and the configuration of what they start
 tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to the first token tells another tenant
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index

@@ -14,8 +14,8 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from kvloom_common.text.block_hash import root_hash
 from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.bench.bench_fabric import SHARD_FLAGS, Device, bench_config
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment
+from lab.bench.shared_flags import SHARD_FLAGS, Device, bench_config
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
 from tools.failures import CommandError

@@ -27,8 +27,6 @@ class MeasuredStream(msgspec.Struct):
     error: str = ""
     error_code: str = ""
     """The code of a refusal, as the API names it. "" if there was none."""
-    status: int = 0
-    """The HTTP status of the response, 0 if there was none."""
     sent_at: float = 0.0
     """In seconds since the epoch."""
     pieces_at: list[float] = []
@@ -79,7 +77,6 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: MeasuredS
     stream.sent_at = time.time()
     try:
         async with session.post("/v1/completions", json=body, headers=headers) as response:
-            stream.status = response.status
             if response.status != 200:
                 _take_refusal(stream, await response.text())
                 return
