@@ -12,6 +12,7 @@ supervisor.py  calls of the supervisor of this machine
 side_call.py   limits of calls that compute no answer
 tenant_usage.py   prices and budgets of callers, in a fabric with tenants
 orchestrator_link.py  asks the orchestrator for stored objects
+known_contexts.py  what it has told, for when it is away
 sockets/       OpenAI's Responses API over WebSocket
 state/         the paths whose objects the orchestrator stores
 formatting/    what the response formats of all APIs have in common

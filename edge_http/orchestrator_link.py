@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc.aio
 
+from edge_http.known_contexts import KnownContexts
 from kvloom.errors import KvloomError
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.transport.grpc_errors import error_from_peer
@@ -39,6 +40,8 @@ from kvloom_common.trust.fabric_trust import FabricTrust
 ROLE: Final = "orchestrator"
 CALL_SECONDS: Final = 15.0
 """A time limit for calls."""
+KNOWN_SECONDS: Final = 1.0
+"""That for a context of which this edge has one that may be as good."""
 
 
 class OrchestratorLink:
@@ -52,6 +55,7 @@ class OrchestratorLink:
         self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._is_traced = bool(config.tracing.otlp_endpoint)
+        self._contexts = KnownContexts()
 
     async def watch(self) -> None:
         try:
@@ -72,18 +76,30 @@ class OrchestratorLink:
     ) -> bytes:
         """The JSON of the answer, within so many seconds. Raises KvloomError."""
         wanted = OperateRequest(owner=owner, operation=operation, ids=ids, query=query or {}, body=body)
+        self._contexts.note_change(owner.tenant, operation)
         async with self._asking() as stub:
             return (await stub.Operate(wanted, timeout=seconds, metadata=self._metadata())).body
 
-    async def read_context(self, request: ReadContextRequest) -> ReadContextResponse:
-        """Raises KvloomError."""
-        async with self._asking() as stub:
-            return await stub.ReadContext(request, timeout=CALL_SECONDS, metadata=self._metadata())
+    async def read_context(self, request: ReadContextRequest) -> tuple[ReadContextResponse, bool]:
+        """The items before an input, and True if they are only what was last known, because the orchestrator is slow or
+        away. Raises KvloomError."""
+        known = self._contexts.find(request)
+        try:
+            async with self._asking() as stub:
+                seconds = CALL_SECONDS if known is None else KNOWN_SECONDS
+                found = await stub.ReadContext(request, timeout=seconds, metadata=self._metadata())
+        except KvloomError as error:
+            if known is None or error.reason != ErrorReason.ERROR_REASON_ORCHESTRATOR_UNAVAILABLE:
+                raise
+            return known, True
+        self._contexts.note_read(request, found)
+        return found, False
 
     async def keep_response(self, request: KeepResponseRequest) -> None:
         """Raises KvloomError."""
         async with self._asking() as stub:
             await stub.KeepResponse(request, timeout=CALL_SECONDS, metadata=self._metadata())
+        self._contexts.note_kept(request)
 
     async def begin_response(self, request: BeginResponseRequest) -> None:
         """Raises KvloomError."""

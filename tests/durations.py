@@ -27,8 +27,8 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 415,
     "tests/fuzz": 14,
-    "tests/integration": 508,
-    "tests/lab": 88,
+    "tests/integration": 505,
+    "tests/lab": 91,
     "tests/property": 63,
     "tests/unit": 137,
 }

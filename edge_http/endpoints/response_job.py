@@ -15,7 +15,7 @@ from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.moderating import moderation_of
 from edge_http.endpoints.shortening import Shortened, shortened
-from edge_http.endpoints.stored_input import StoredInput
+from edge_http.endpoints.stored_input import StoredInput, context_headers
 from edge_http.formatting.body_guide import with_calls
 from edge_http.formatting.client_tools import left_out_headers, options_of
 from edge_http.openai.prompt import chat_prompt
@@ -142,7 +142,7 @@ async def response_job(
         service_tier=body.service_tier or "",
         body_digest=digest_of(raw),
         shape=shape_of("responses", parser, plan.tools, echo=echo, **options),
-        headers={**left_out_headers(given.left_out), **search_headers(search)},
+        headers={**left_out_headers(given.left_out), **search_headers(search), **context_headers(stored)},
         guide_field="" if guide is None else guide.field,
         moderation=None if body.moderation is None else moderation_of(body.moderation, messages),
         originals=originals,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,6 +11,7 @@ from edge_http.openai.responses.input_items import references_in
 from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.openai.responses.templates import RenderedPrompt, rendered
 from edge_http.orchestrator_link import OrchestratorLink
+from edge_http.wire.headers import CONTEXT
 from kvloom.v1.orchestrator_service_pb2 import Owner, ReadContextRequest
 
 
@@ -31,6 +32,13 @@ class StoredInput(msgspec.Struct):
     """The model got more than what is stored: passages of files."""
     generation: bytes = b""
     """The generation (forking.py) of the response that it forks from, if it does so behind a token."""
+    is_last_known: bool = False
+    """The items before it are those that this edge knew last: storage is slow, or away."""
+
+
+def context_headers(stored: StoredInput | None) -> Mapping[str, str]:
+    """The header that says that the items before an input may not be the latest."""
+    return {CONTEXT: "last-known"} if stored is not None and stored.is_last_known else {}
 
 
 async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
@@ -40,6 +48,7 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
     earlier: list[msgspec.Raw] = []
     prompt: RenderedPrompt | None = None
     previous, generation = body.previous_response_id or "", b""
+    is_last_known = False
     if references or body.previous_response_id or body.conversation_id or body.prompt is not None:
         wanted = ReadContextRequest(
             owner=owner,
@@ -53,7 +62,7 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
             wanted.at_item = body.at
         elif body.at is not None:
             wanted.at_token = body.at
-        context = await link.read_context(wanted)
+        context, is_last_known = await link.read_context(wanted)
         earlier = [msgspec.Raw(item) for item in context.items]
         if references and not isinstance(given, str):
             given = list(given)
@@ -65,7 +74,13 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
         if body.prompt is not None:
             prompt = rendered(context.prompt, body.prompt)
     return StoredInput(
-        earlier, given, state_echo(body, prompt), prompt, previous_response_id=previous, generation=generation
+        earlier,
+        given,
+        state_echo(body, prompt),
+        prompt,
+        previous_response_id=previous,
+        generation=generation,
+        is_last_known=is_last_known,
     )
 
 

@@ -11,6 +11,7 @@ from edge_http.wire.headers import (
     BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
+    CONTEXT,
     COST,
     DEADLINE,
     DETAILS,
@@ -202,6 +203,10 @@ RESPONSE_HEADERS: Final[dict[str, dict[str, Any]]] = {
     RETRY_AFTER_MS: {"description": "The same, in milliseconds.", "schema": {"type": "integer", "minimum": 0}},
     REASON: {
         "description": "How a router ended the request, such as `rejected-queue-full`; of an answer, `preempted`.",
+        "schema": {"type": "string"},
+    },
+    CONTEXT: {
+        "description": "`last-known`: storage is slow or away, and the answer continues what this edge knew.",
         "schema": {"type": "string"},
     },
     FILE_SEARCH: {

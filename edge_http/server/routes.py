@@ -39,6 +39,7 @@ from edge_http.wire.headers import (
     BUDGET_REMAINING,
     CACHE,
     CACHED_TOKENS,
+    CONTEXT,
     COST,
     DEADLINE,
     EXPLAIN,
@@ -76,6 +77,7 @@ _EMBEDDING_PARAMETERS: Final = (
 )
 _COMMON_HEADERS: Final = (SHARD, CACHED_TOKENS, CACHE, BROWNOUT, MODEL, ROUTE, PRIORITY_CLASS, REPLAYED)
 _ANSWER_HEADERS: Final = (*_COMMON_HEADERS, COST, BUDGET_REMAINING, REASON, FAILOVER)
+_STATE_HEADERS: Final = (CONTEXT, FILE_SEARCH)
 _STREAM_HEADERS: Final = (RESPONSE_ID, RESUME, *_COMMON_HEADERS)
 _MESSAGES: Final = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL: Final = "smollm2-135m-instruct"
@@ -138,8 +140,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     *_resumable("/v1/completions", "Completion", objects.Completion),
     _route(
         "/v1/responses", "POST", responses, "createResponse", "Text", "Answer by OpenAI's Responses API",
-        Success("The response.", objects.Response, headers=(*_ANSWER_HEADERS, FILE_SEARCH)),
-        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=(*_STREAM_HEADERS, FILE_SEARCH)),
+        Success("The response.", objects.Response, headers=(*_ANSWER_HEADERS, *_STATE_HEADERS)),
+        Success("With stream: true.", objects.NamedEvent, EVENT_STREAM, headers=(*_STREAM_HEADERS, *_STATE_HEADERS)),
         body=StoredResponsesBody, parameters=GENERATION, errors=_GENERATION_ERRORS, headers=OPENAI_LIMITS,
         examples={"A question": {"model": _MODEL, "input": "What is the capital of France?", "max_output_tokens": 32}},
     ),

@@ -122,11 +122,8 @@ class ResponsesSocket:
     def _receive(self, data: bytes) -> None:
         stream_id: str | None = None
         try:
-            try:
-                fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-                kind, stream_id = text_of(fields.get("type")), text_of(fields.get("stream_id")) or None
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise invalid_argument("A message must be a JSON object.") from error
+            fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            kind, stream_id = text_of(fields.get("type")), text_of(fields.get("stream_id")) or None
             if kind == "response.create":
                 self._create(read_create(fields, len(data)))
             elif kind == "response.steer":
@@ -138,6 +135,8 @@ class ResponsesSocket:
             self._parts.send(error_message(error.error, named, 400))
         except KvloomError as error:
             self._parts.refuse(error, stream_id)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self._parts.refuse(invalid_argument("A message must be a JSON object."), stream_id)
 
     def _create(self, create: Create) -> None:
         """Raises KvloomError, SocketError."""

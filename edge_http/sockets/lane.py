@@ -130,11 +130,11 @@ class Lane:
                 await self._answer(create)
 
     async def _answer(self, create: Create) -> None:
-        parts = self._parts
-        body = msgspec.json.encode(parts.lineage.body_of(create))
-        request = MessageRequest(parts.handshake, body, self._stream_id, self._on_begun, generates=create.generates)
-        self._create, self._request, self._steers = create, request, []
+        parts, request = self._parts, None
         try:
+            body = msgspec.json.encode(parts.lineage.body_of(create))
+            request = MessageRequest(parts.handshake, body, self._stream_id, self._on_begun, generates=create.generates)
+            self._create, self._request, self._steers = create, request, []
             response = await parts.serve(request)
         except ConnectionError:  # the client has gone, which also ends this task
             return
@@ -143,7 +143,8 @@ class Lane:
             message = "Something went wrong on our side."
             response = error_response(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, message))
         finally:
-            events, self._create, self._request = request.events, None, None
+            events = None if request is None else request.events
+            self._create = self._request = None
             if events is not None:
                 parts.running.pop(events.response_id, None)
         if isinstance(response, web.Response):

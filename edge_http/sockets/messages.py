@@ -87,9 +87,9 @@ def items_of(given: msgspec.Raw | None) -> list[msgspec.Raw]:
     """An input as items. What is none is left to the handler, which names what is wrong."""
     if given is None:
         return []
-    value = msgspec.json.decode(given)
-    if isinstance(value, list):
+    if bytes(given).lstrip().startswith(b"["):
         return msgspec.json.decode(given, type=list[msgspec.Raw])
+    value = msgspec.json.decode(given)
     return [raw({"type": "message", "role": "user", "content": value})] if value else []
 
 

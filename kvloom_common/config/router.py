@@ -56,11 +56,7 @@ class DecisionLogConfig(Section):
 class OverloadConfig(Section):
     """Says what happens when the load exceeds the capacity of the shards (docs/operate/reliability.md)."""
 
-    moved = always(ramp_start_requests="8")
-    sheds_load_early: bool = True
-    """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
-    drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
-    `max_queued_requests` and the clock decide."""
+    moved = always(ramp_start_requests="8", sheds_load_early="true")
     outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """How long admitted requests wait for a shard when the last one is lost."""
     start_patience_seconds: Annotated[float, Meta(ge=0), BY_ROUTERS_AND_EDGES] = 0.0

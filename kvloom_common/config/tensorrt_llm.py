@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvloom_common.config.section import PositiveFloat, Section, always
+from kvloom_common.config.section import Section, always
 
 _ARGUMENTS = {
     "attention_dp": "enable_attention_dp",
@@ -51,6 +51,7 @@ class TensorRtLlmConfig(Section):
             cancel_timeout_seconds="10",
             unread_timeout_seconds="30",
             stall_timeout_seconds="120",
+            start_timeout_seconds="3600",
         ),
     }
 
@@ -66,4 +67,3 @@ class TensorRtLlmConfig(Section):
     ones after them."""
     attention_dp_follows_prefix: bool = False
     """True runs a request on the rank that holds most of its prompt's blocks, unless that rank is full."""
-    start_timeout_seconds: PositiveFloat = 3600.0

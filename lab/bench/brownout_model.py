@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from kvloom_common.config import BrownoutStepConfig
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
-from lab.bench.plots import RunTimeline
 from router.core.actions import Action, BrownoutStepChanged, RequestDegraded, SubmitAttempt
 from router.core.rule_settings import BrownoutSettings
 from tools.simulate.fleet.fleet import FleetOptions
@@ -85,9 +84,7 @@ def find_capacity(plan: BrownoutPlan) -> float:
     return fleet_capacity(plan.num_shards, plan.profile, plan.lengths, plan.seed, _CALLS_PER_SHARD)
 
 
-def measure(
-    plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepConfig]
-) -> tuple[dict[str, Any], RunTimeline]:
+def measure(plan: BrownoutPlan, capacity: float, steps: Sequence[BrownoutStepConfig]) -> dict[str, Any]:
     """Measure all phases with these steps, or without a ladder."""
     notes = _Notes()
     options = FleetOptions(
@@ -100,7 +97,7 @@ def measure(
     )
     phases = [(begin, end, load * capacity) for _, begin, end, load in plan.phases]
     outcomes = simulate(RandomCalls(phases, plan.lengths, plan.seed), options).outcomes
-    report = {
+    return {
         "phases": [
             {"phase": name, "load": load}
             | _row([one for one in outcomes if begin <= one.arrived_at < end], end - begin, plan, notes)
@@ -108,23 +105,6 @@ def measure(
         ],
         "steps": notes.steps,
         "effects": notes.effects,
-    }
-    interactive = [one for one in outcomes if not one.call.is_batch]
-    return report, RunTimeline([(one.arrived_at, _is_good(one, plan)) for one in interactive], notes.steps)
-
-
-def run(plan: BrownoutPlan, timelines: dict[str, RunTimeline]) -> dict[str, Any]:
-    """Measure with the default ladder, with its last step alone, which only refuses, and without any. `timelines` gets
-    each run."""
-    capacity, ladder = find_capacity(plan), BrownoutSettings().steps
-    reports: dict[str, dict[str, Any]] = {}
-    for name, steps in (("ladder", ladder), ("refusals_only", ladder[-1:]), ("without", ())):
-        reports[name], timelines[name] = measure(plan, capacity, steps)
-    return {
-        "capacity_per_second": round(capacity, 2),
-        **dataclasses.asdict(plan),
-        "normal_load": NORMAL_LOAD,
-        **reports,
     }
 
 

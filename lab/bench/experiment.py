@@ -1,11 +1,11 @@
-"""The harness of all benches: flags, a run, rows, and their table, JSON and plot.
+"""The harness of all benches: flags, a run, rows, and their table and JSON.
 
 A bench declares its flags and a function that runs it and returns a `Report`:
 
-    @experiment("kv-shares", choice("--engine", ["sim", "torch"], "sim", "What computes."), plot="the hit rates")
+    @experiment("kv-shares", choice("--engine", ["sim", "torch"], "sim", "What computes."))
     def bench_kv_shares(engine: str) -> Report:
         '''Flood an engine ...'''
-        return Report(rows, [TableOf(COLUMNS, rows)], draw=lambda path: draw_hit_rates(path, rows))
+        return Report(rows, [TableOf(COLUMNS, rows)])
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.table import Table
 
 from lab.pages import write_table
 from tools.options import data_dir_option, option
-from tools.simulate.plot import check_plot_file
 
 Flag = Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]
 """Given the bench's scope, which is in the names of its environment variables, it adds an option to the command."""
@@ -42,10 +41,17 @@ def count(name: str, default: int, about: str = "", *, least: int = 1, most: int
 
 
 def number(
-    name: str, default: float | None, about: str, *, least: float = 0.0, most: float | None = None, above: bool = False
+    name: str,
+    default: float | None,
+    about: str,
+    *,
+    least: float = 0.0,
+    most: float | None = None,
+    above: bool = False,
+    to: str = "",
 ) -> Flag:
     """A number between `least` and `most`, and with `above` not `least` itself."""
-    return flag(name, click.FloatRange(least, most, min_open=above), default, about)
+    return flag(name, click.FloatRange(least, most, min_open=above), default, about, **({"to": to} if to else {}))
 
 
 def choice(name: str, choices: Sequence[str], default: str, about: str = "") -> Flag:
@@ -83,19 +89,8 @@ class TableOf(msgspec.Struct, frozen=True):
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str | None = None
-    is_turned: bool = False
-    """True: a row of the table is a field, and a column one of `rows`, headed by the first field."""
 
     def render(self) -> Table:
-        if self.is_turned:
-            head, *fields = self.columns
-            table = Table(title=self.title, title_justify="left", show_header=bool(head.heading or len(self.rows) > 1))
-            table.add_column(head.heading)
-            for row in self.rows:
-                table.add_column(head.cell(row), justify="right")
-            for field in fields:
-                table.add_row(field.heading, *map(field.cell, self.rows))
-            return table
         table = Table(title=self.title, title_justify="left")
         for column in self.columns:
             table.add_column(column.heading, justify="left" if column.is_left else "right")
@@ -111,40 +106,28 @@ class Report(msgspec.Struct, frozen=True):
     """For `--json`."""
     parts: Sequence[TableOf | str]
     """For people, from the top."""
-    draw: Callable[[Path], None] | None = None
-    """Writes the plot. Raises CommandError."""
     for_page: tuple[str, str] | None = None
     """The name of a table of a documentation page, and the table."""
     is_right: bool = True
     """False makes the exit status 1: something happened that must not."""
 
 
-_PLOT: Final = click.Path(path_type=Path, dir_okay=False)
 _PAGE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
-def experiment(
-    name: str, *flags: Flag, plot: str = "", page: str = ""
-) -> Callable[[Callable[..., Report]], click.Command]:
-    """Make a command of a function that gets the values of the flags and returns a report. `plot` says what `--plot`
-    draws, and `page` what `--page` writes; without them there are no such flags."""
+def experiment(name: str, *flags: Flag, page: str = "") -> Callable[[Callable[..., Report]], click.Command]:
+    """Make a command of a function that gets the values of the flags and returns a report. `page` says what `--page`
+    writes; without it there is no such flag."""
 
     def make(run: Callable[..., Report]) -> click.Command:
         @functools.wraps(run)
-        def perform(as_json: bool, plot: Path | None = None, page: Path | None = None, **settings: Any) -> None:
-            if plot is not None:
-                check_plot_file(plot)
+        def perform(as_json: bool, page: Path | None = None, **settings: Any) -> None:
             report = run(**settings)
-            if plot is not None and report.draw is not None:
-                report.draw(plot)
             if page is not None and report.for_page is not None:
                 write_table(page, *report.for_page)
             _show(report, as_json=as_json)
 
         decorated: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(perform)
-        if plot:
-            about = f"Draw {plot} into this .svg or .png file."
-            decorated = click.option("--plot", type=_PLOT, help=about)(decorated)
         if page:
             about = f"Write {page} into this page, between its markers."
             decorated = click.option("--page", type=_PAGE, help=about)(decorated)

@@ -14,9 +14,8 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.kv_share import MAX_KV_SHARES_PERCENT, KvShare
 from kvloom_common.text.block_hash import root_hash
 from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.bench.bench_fabric import SHARD_FLAGS, Device, bench_config
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment
-from lab.bench.plots import draw_hit_rates
+from lab.bench.shared_flags import SHARD_FLAGS, Device, bench_config
 from shard_server.engines.base import Engine, EngineRequest, Sampling, SequenceEnd, SequenceStart
 from shard_server.engines.create import create_engine
 from tools.failures import CommandError
@@ -215,13 +214,9 @@ _COLUMNS: Final = (
     count("--turns", 6, least=2, most=100, to="num_turns"),
     count("--flood", 16, "Requests of the other tenant in each turn.", most=10_000, to="num_flood_requests"),
     *SHARD_FLAGS,
-    plot="the hit rate of each turn",
 )
 def bench_kv_shares(engine: str, model: str, device: Device, data_dir: Path | None, **sizes: int) -> Report:
     """Flood an engine while another tenant holds conversations; print the cache hits of these conversations alone, and
     with the flood without and with a guaranteed share of the KV blocks."""
-    plan = KvSharesPlan(**sizes)
-    rows = run_bench(bench_config(engine, model, device, data_dir), plan)
-    rates = {row["case"]: row["hit_rate_by_turn"] for row in rows}
-    title = f"Cache hits of {plan.num_conversations} conversations, {engine}"
-    return Report(rows, [TableOf(_COLUMNS, rows)], lambda path: draw_hit_rates(path, rates, title))
+    rows = run_bench(bench_config(engine, model, device, data_dir), KvSharesPlan(**sizes))
+    return Report(rows, [TableOf(_COLUMNS, rows)])

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lab.bench.bench_fabric import POLICY, PROFILE, SEED
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, number
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
+from lab.bench.shared_flags import POLICY, PROFILE, SEED
 from router.core.core_config import NO_OVERLOAD_CONTROL
 from router.core.rule_settings import OverloadSettings
 from tools.simulate.fleet.fleet import FleetOptions

@@ -31,7 +31,6 @@ from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom_common.config import KvloomConfig
 from lab.bench.auc import auc
-from lab.bench.bench_fabric import MODEL, bench_config
 from lab.bench.experiment import (
     DATA_DIR,
     Column,
@@ -43,6 +42,7 @@ from lab.bench.experiment import (
     number,
     show_progress,
 )
+from lab.bench.shared_flags import MODEL, bench_config
 from tools.failures import CommandError
 from tools.options import EngineName
 from tools.supervisor.child_fabric import child_fabric

@@ -40,6 +40,10 @@ class HealthSettings(HealthConfig):
 
 
 class OverloadSettings(OverloadConfig):
+    sheds_load_early: bool = True
+    """True rejects requests on arrival that would wait longer than they may, judged by the rate at which the queue
+    drains, and drops queued requests that cannot be answered before their deadline. Otherwise only
+    `max_queued_requests` and the clock decide."""
     ramp_start_requests: int = 8
     """How many requests a shard that joins (or returns) while requests are queued gets at first. It gets two more with
     every first token that it produces, so that it is not overwhelmed."""

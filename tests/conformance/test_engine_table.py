@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.shallow_model import write_shallow_model
 from tests.conformance.engine_table import BEGIN, END, PAGE, capabilities, split_page, table
-from tools.models.shallow import write_shallow_model
 
 
 def test_only_the_table_is_replaced() -> None:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from kvloom_common.config import ShardConfig, TorchConfig
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Engine
 from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tiny_llama import write_tiny_llama
-from tools.models.shallow import write_shallow_model
 
 NUM_LAYERS = 4
 """Layers are alike: what holds for a few holds for thirty, and a step with a few still takes a millisecond. Steps of a
@@ -23,6 +23,8 @@ class TorchEngines:
     """A subclass says which model its engines compute with."""
 
     torch_fields: ClassVar[dict[str, Any]] = {}
+    model_name: str
+    """That of the conformance suite."""
 
     @pytest.fixture(autouse=True)
     def lent_runner(self, load_runner: Callable[..., Any]) -> None:
@@ -42,7 +44,7 @@ class TorchEngines:
 
         # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled. A start
         # computes the largest prefill chunk of a prompt several times: a small one, which also cuts the longer prompts.
-        fields = {"max_batch": 16, "num_blocks": 256, "max_prefill_tokens_per_step": 48} | shard_fields
+        fields: dict[str, Any] = {"max_batch": 16, "num_blocks": 256, "max_prefill_tokens_per_step": 48} | shard_fields
         config = ShardConfig(torch=TorchConfig(num_threads=1, **self.torch_fields), **fields)
         model_dir = request.getfixturevalue("torch_model_dir")
         return TorchEngine(model_dir, self.model_name, config, load_runner=self.load_runner)

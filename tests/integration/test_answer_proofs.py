@@ -18,6 +18,7 @@ from kvloom_common.config import KvloomConfig, ModelConfig, ShardConfig
 from kvloom_common.receipts.receipt import digest, without_content
 from kvloom_common.receipts.receipt import wanted_of as requested
 from kvloom_common.text.tokenizer import ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
 from shard_server.engines.base import Engine
@@ -29,7 +30,6 @@ from tests.waiting import eventually
 from tools.audit.reproduce import computed, is_found, proof_of, wanted_of
 from tools.cli.commands import main
 from tools.failures import CommandError
-from tools.models.shallow import write_shallow_model
 from tools.receipts.rerun import rerunner
 
 pytest_plugins = ("tests.fakes.router_fixtures",)

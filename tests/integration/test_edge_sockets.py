@@ -140,6 +140,9 @@ async def test_no_more_is_kept_than_a_connection_may_have(world: EdgeWorld) -> N
         ("[]", None),
         ('"response.create"', None),
         ("{}", "type"),
+        ('{"type": ' + "[" * 100_000 + "]" * 100_000 + "}", None),
+        ('{"type": "response.create", "generate": ' + "[" * 900 + "]" * 900 + "}", "generate"),
+        ('{"type": "response.create", "model": "tiny", "input": ' + "[" * 800 + "]" * 800 + "}", "input[0]"),
         ('{"type": 7}', "type"),
         ('{"type": "session.update"}', "type"),
         ('{"type": "response.create"}', "model"),
@@ -188,6 +191,26 @@ async def test_a_client_that_goes_cancels_its_answers(world: EdgeWorld) -> None:
         for request in requests:
             await request.cancelled.wait()
         await world.edge.admission.wait_idle()
+
+
+async def test_a_resumable_answer_outlives_its_connection(world: EdgeWorld) -> None:
+    """If the handshake asks for it, as a request over HTTP would. The rest is read by its name."""
+    async with connected(world, headers={"x-kvloom-resume": "on"}) as client:
+        await client.create()
+        request = await world.link.next_request()
+        request.start()
+        request.tokens("Hello")
+        messages = await client.until("response.output_text.delta")
+        client.socket._response.close()
+    request.tokens(" you")
+    request.finish()
+    url = f"{world.url}/v1/responses/{messages[0]['response']['id']}"
+    query = {"stream": "true", "starting_after": str(messages[-1]["sequence_number"])}
+    async with world.http.get(url, params=query) as response:
+        text = await response.text()
+    assert '"delta":" you"' in text
+    assert "response.completed" in text
+    assert "response.created" not in text
 
 
 async def test_messages_of_a_wrong_kind_and_size(world: EdgeWorld) -> None:

@@ -17,10 +17,10 @@ import pytest
 from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams, TokenLogprobs
 from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
-from tools.models.shallow import write_shallow_model
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -15,6 +15,7 @@ import pytest
 from kvloom_common.config import ShardConfig, SimConfig, TorchConfig
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.text.tokenizer import ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.torch_engine.engine import TorchEngine
@@ -22,7 +23,6 @@ from tests.fakes.failover_world import MODEL, failover_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.state_world import StateWorld, state_world
 from tests.fakes.tiny_tokenizer import model_tokenizer
-from tools.models.shallow import write_shallow_model
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -25,14 +25,14 @@ from kvloom_common.receipts.receipt import Bundle, decode_bundle, digest, encode
 from kvloom_common.tenancy.prices import Price, Prices
 from kvloom_common.text.model_checksum import model_checksum
 from kvloom_common.text.tokenizer import ModelTokenizer
+from lab.damaged_model import damage
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Engine
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.lora.peft import adapter_checksum
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
 from tests.fakes.failover_world import MODEL
 from tests.fakes.peft_adapter import write_peft_adapter
-from tools.models.damage import damage
-from tools.models.shallow import write_shallow_model
 from tools.receipts.collect import collected
 from tools.receipts.command import bundles_in
 from tools.receipts.command import verify as verify_command

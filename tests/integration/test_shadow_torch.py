@@ -7,12 +7,12 @@ from pathlib import Path
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom_common.config import ShardConfig, TorchConfig
 from kvloom_common.models.likelihood_gap import gap_interval, lower_bound_at_any_time
+from lab.damaged_model import damage
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.shadow_world import CANDIDATE, MODEL, shadow_world
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.fakes.tiny_tokenizer import model_tokenizer
 from tests.waiting import eventually
-from tools.models.damage import damage
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvloom_common.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from lab.train_adapter import ANSWER, QUESTIONS, TrainingPlan, train, write
 from shard_server.engines.base import EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
@@ -23,7 +24,6 @@ from tests.conformance.engine_driver import EngineDriver, request_of
 from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.peft_adapter import write_merged_model, write_peft_adapter
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
 
 BLOCK_SIZE = 16
 BLOCKS_EACH = 8

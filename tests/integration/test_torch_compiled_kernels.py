@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvloom_common.config import ShardConfig, TorchConfig
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Guide, GuideKind, Pooling, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 from tests.fakes.kernel_threads import runnable_family_names
 from tests.fakes.peft_adapter import write_peft_adapter
-from tools.models.shallow import write_shallow_model
 
 SCHEMA = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
 COUNT_COMPILATIONS = """

@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import Capability, EngineRequest, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -72,9 +73,9 @@ def expected(runner: ModelRunner, requests: list[EngineRequest]) -> dict[str, An
     return {request.request_id: bench(runner).run(request)[request.request_id] for request in requests}
 
 
-def bench(runner: ModelRunner, **options: int) -> StepBench:
+def bench(runner: ModelRunner, **options: Any) -> StepBench:
     """Returns a bench with an empty cache over the same KV memory."""
-    return StepBench(runner, **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS} | options)
+    return StepBench(runner, **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, **options})
 
 
 def differing(answers: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvloom_common.config import ShardConfig, TorchConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import (
     Capability,
     EngineError,
@@ -29,7 +30,6 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.guides import GuideError
 from shard_server.engines.torch_engine.sampling.llguidance_guides import CACHED_GUIDES, GuideCompiler
 from tests.conformance.engine_driver import EngineDriver
-from tools.models.shallow import write_shallow_model
 
 PERSON = {
     "type": "object",
@@ -131,7 +131,12 @@ def compiler(model_dir: Path) -> GuideCompiler:
 @pytest.fixture
 async def driver(own_model_dir: Path, load_runner: Callable[..., Any]) -> AsyncIterator[EngineDriver]:
     # A start computes the largest portion of a prompt several times: a small one.
-    sizes = {"num_blocks": 256, "max_model_len": 512, "max_batch": 24, "max_prefill_tokens_per_step": 64}
+    sizes: dict[str, Any] = {
+        "num_blocks": 256,
+        "max_model_len": 512,
+        "max_batch": 24,
+        "max_prefill_tokens_per_step": 64,
+    }
     config = ShardConfig(torch=TorchConfig(num_threads=1), **sizes)
     engine = TorchEngine(own_model_dir, "m", config, load_runner=load_runner)
     await engine.start()

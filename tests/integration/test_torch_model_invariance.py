@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.kernel_threads import family_params
-from tools.models.shallow import write_shallow_model
 
 pytestmark = pytest.mark.timeout(400)
 """CPUs without bf16 arithmetic take two minutes for one of these tests."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.lazy_imports import imported_when_used
-from tools.models.shallow import write_shallow_model
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
 transformers = imported_when_used("transformers")

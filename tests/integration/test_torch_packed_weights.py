@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from kvloom_common.text.model_checksum import model_checksum
+from lab.damaged_model import damage
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.gguf_blocks import grouped_weight
 from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
@@ -20,20 +22,19 @@ from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.grouped_weight import GroupedWeight, joined_rows, quantised
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama
-from tools.models.damage import damage
 
 HALVES = {Type.Q6_K: [208], Type.Q4_0: [0], Type.Q5_0: [0], Type.Q8_0: [0]}
 """Where a block has float16; 0 and 2 otherwise"""
 ROUNDED = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
 """Their scales are products, which are rounded to float16."""
-SIZES = {
+SIZES: dict[str, Any] = {
     "head_dim": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "hidden_size": 256,
     "intermediate_size": 512,
 }
-RUNNER = {"dtype": "bfloat16", "block_size": 16, "num_blocks": 8, "max_model_len": 64, "num_threads": 1}
+RUNNER: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "num_blocks": 8, "max_model_len": 64, "num_threads": 1}
 TOKENS = list(range(3, 43))
 
 
@@ -117,7 +118,7 @@ def test_a_converted_file_keeps_the_blocks_in_the_order_of_rows(tmp_path: Path, 
         assert torch.equal(weight.expanded().bfloat16(), weights[name]), name
 
 
-def logits(model_dir: Path, **options: str) -> torch.Tensor:
+def logits(model_dir: Path, **options: Any) -> torch.Tensor:
     """Of a prompt, and of tokens one by one after it"""
     runner = ModelRunner(model_dir, **RUNNER, **options)
     rows = [runner.run([ScheduledSequence(TOKENS[:30], 0, [0, 1, 2], True)])]
@@ -146,7 +147,7 @@ def logits_in_float32(model_dir: Path) -> torch.Tensor:
     for file in model_dir.glob("*.json"):
         (whole / file.name).write_bytes(file.read_bytes())
     save_file(load_file(model_dir / "model.safetensors") | expanded, whole / "model.safetensors", {"format": "pt"})
-    options = RUNNER | {"dtype": "float32"}
+    options: dict[str, Any] = {**RUNNER, "dtype": "float32"}
     runner = ModelRunner(whole, **options, kernels="torch")
     rows = [runner.run([ScheduledSequence(TOKENS[:30], 0, [0, 1, 2], True)])]
     rows += [

@@ -11,12 +11,12 @@ import pytest
 
 from kvloom_common.config import SpeculationConfig
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import EngineRequest, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.guides import GuideState
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from tests.step_bench import Answer, StepBench, same
-from tools.models.shallow import write_shallow_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128

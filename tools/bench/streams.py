@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -23,25 +22,15 @@ class MeasuredStream(msgspec.Struct):
     max_tokens: int
     prompt: str = ""
     seed: int = 0
-    priority_class: str = ""
     api_key: str = ""
-    is_batch: bool = False
-    """True for a request of the batch tier."""
-    text: str = ""
     finish_reason: str = ""
     error: str = ""
     error_code: str = ""
     """The code of a refusal, as the API names it. "" if there was none."""
-    status: int = 0
-    """The HTTP status of the response, 0 if there was none."""
-    brownout: str = ""
-    """Its `x-kvloom-brownout`: the step and its effects."""
     sent_at: float = 0.0
     """In seconds since the epoch."""
     pieces_at: list[float] = []
     """When each piece of text came, in seconds since the epoch."""
-    num_preemptions: int = 0
-    """The number of preemptions, as the last event of the answer says."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     """Both as its usage says, 0 if it had none: it failed, or its client left."""
@@ -70,14 +59,8 @@ def open_session(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def play(session: aiohttp.ClientSession, model: str, streams: Sequence[MeasuredStream]) -> None:
-    """All at the same time. What goes wrong with a stream is its `error`."""
-    async with asyncio.TaskGroup() as tasks:
-        for stream in streams:
-            tasks.create_task(play_one(session, model, stream), name=stream.name)
-
-
 async def play_one(session: aiohttp.ClientSession, model: str, stream: MeasuredStream) -> None:
+    """Send a request and note what comes of it. What goes wrong is the stream's `error`."""
     body = {
         "model": model,
         "prompt": stream.prompt,
@@ -87,18 +70,13 @@ async def play_one(session: aiohttp.ClientSession, model: str, stream: MeasuredS
         "seed": stream.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "service_tier": "flex" if stream.is_batch else "default",
     }
-    headers = {"x-request-id": stream.name, "x-kvloom-details": "true"}
-    if stream.priority_class:
-        headers["x-kvloom-priority-class"] = stream.priority_class
+    headers = {"x-request-id": stream.name}
     if stream.api_key:
         headers["authorization"] = f"Bearer {stream.api_key}"
     stream.sent_at = time.time()
     try:
         async with session.post("/v1/completions", json=body, headers=headers) as response:
-            stream.status = response.status
-            stream.brownout = response.headers.get("x-kvloom-brownout", "")
             if response.status != 200:
                 _take_refusal(stream, await response.text())
                 return
@@ -122,9 +100,7 @@ def _take(stream: MeasuredStream, chunk: Mapping[str, Any]) -> None:
         stream.error = str(chunk["error"])
         return
     for choice in chunk["choices"]:
-        stream.text += choice.get("text") or ""
         stream.pieces_at.append(time.time())
         stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
     if usage := chunk.get("usage"):
         stream.num_prompt_tokens, stream.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    stream.num_preemptions = chunk.get("kvloom", {}).get("moves", {}).get("preempted", stream.num_preemptions)

@@ -72,20 +72,16 @@ def main() -> None:
 
 
 BENCHES_IN_THE_LAB: Final = (
-    "brownout",
     "conversations",
     "data-plane",
-    "fairness",
     "index",
     "kv-shares",
     "overload",
-    "preemption",
     "routing",
-    "spot-notice",
     "tenant-timing",
 )
-"""These were commands of `kvloom bench` before 0.3.0. Four others were of one use, and are gone: directory, fair-queue,
-memory and tenants."""
+"""These were commands of `kvloom bench` before 0.3.0. Others were of one use, and are gone: brownout, directory,
+fair-queue, fairness, memory, preemption, spot-notice and tenants."""
 
 
 @click.group(

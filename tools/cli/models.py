@@ -154,9 +154,7 @@ def load_model(model: str, shards: int | None, data_dir: Path | None, config_fil
     click.echo(f"loaded {model}")
 
 
-@models.command("unload")
-@click.argument("name")
-@option(
+_timeout_option = option(
     "--timeout-seconds",
     scope="models",
     type=click.FloatRange(0, MAX_UNLOAD_SECONDS),
@@ -164,6 +162,11 @@ def load_model(model: str, shards: int | None, data_dir: Path | None, config_fil
     show_default=True,
     help="How long running answers may take to end. Those that have not ended by then are broken off.",
 )
+
+
+@models.command("unload")
+@click.argument("name")
+@_timeout_option
 @data_dir_option
 @config_option
 def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:
@@ -179,14 +182,7 @@ def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, confi
 
 @models.command("sleep")
 @click.argument("name")
-@option(
-    "--timeout-seconds",
-    scope="models",
-    type=click.FloatRange(0, MAX_UNLOAD_SECONDS),
-    default=600.0,
-    show_default=True,
-    help="How long running answers may take to end. Those that have not ended by then are broken off.",
-)
+@_timeout_option
 @data_dir_option
 @config_option
 def sleep_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:

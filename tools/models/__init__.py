@@ -4,6 +4,4 @@ resolve.py   resolves `--model NAME|PATH` to a directory
 registry.py  the registry of models on this machine
 prepare.py   the process that converts a model
 comparison.py  `kvloom models compare`: the likelihood gap of two models, and what it costs to measure
-damage.py    a copy of a model with one damaged layer
-shallow.py   the first layers of a model
 """

@@ -61,7 +61,8 @@ _TURNS: Final = (
         click.Choice(COMPARISONS),
         None,
         "Each workload in two variants, measured alternately: answers gated or not screened; alone or beside long "
-        "prompts; event loops that stay on a CPU or not; text or the same text as a tool call's argument.",
+        "prompts; event loops that stay on a CPU or not; text or the same text as a tool call's argument; without and "
+        "with an orchestrator; answers that it stores or not.",
         to="comparison",
     ),
     switch("--scale-out", "Fabrics of growing size: edges x routers x shards, up to 256 shards."),

@@ -23,7 +23,7 @@ OURS: Final = ("edge", "router", "safety")
 """The roles between client and engine."""
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
-_COUNTED: Final = (*OURS, GATEWAY)
+_COUNTED: Final = (*OURS, "orchestrator", GATEWAY)
 _WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),

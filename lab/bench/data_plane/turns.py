@@ -1,6 +1,6 @@
 """Compares two variants of one workload by measuring them alternately: the cost of the answers' safety gate, the effect
-of other clients' long prompts on a stream, the benefit of event loops that stay on one CPU, and the cost of tool
-calls."""
+of other clients' long prompts on a stream, the benefit of event loops that stay on one CPU, and the costs of tool
+calls, of an orchestrator that runs, and of answers that it stores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ GATE: Final = "gate"
 LONG_PROMPTS: Final = "long-prompts"
 CPUS: Final = "cpus"
 TOOL_CALLS: Final = "tool-calls"
-COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS, TOOL_CALLS)
+ORCHESTRATOR: Final = "orchestrator"
+STORE: Final = "store"
+COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS, TOOL_CALLS, ORCHESTRATOR, STORE)
 _TOOL: Final = "take_note"
 _CALL: Final = '<tool_call>\n{"name": "take_note", "arguments": {"text": "'
 """How the family `hermes` begins a call; what follows is the argument."""
@@ -71,6 +73,10 @@ def _stay_on_cpus(config: KvloomConfig, is_on: bool) -> None:
     config.fabric.is_pinned_to_cpu = is_on
 
 
+def _orchestrate(config: KvloomConfig, is_on: bool) -> None:
+    config.orchestrator.enabled = is_on
+
+
 def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Variants:
     """Two fabrics with different settings that run at the same time."""
 
@@ -115,6 +121,17 @@ async def _tool_call_variants(plan: BenchPlan, workload: Workload, home: Path) -
 
 
 @contextlib.asynccontextmanager
+async def _store_variants(plan: BenchPlan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+    config = fabric_config(plan, workload, home)
+    _orchestrate(config, True)
+    async with _fabric(plan, workload, config, home / "fabric") as measure:
+        yield {
+            "not stored": measure,
+            "stored": lambda workload, seed: measure(msgspec.structs.replace(workload, is_stored=True), seed),
+        }
+
+
+@contextlib.asynccontextmanager
 async def _fabric(plan: BenchPlan, workload: Workload, config: KvloomConfig, data_dir: Path) -> AsyncIterator[Measure]:
     """A fabric that has been warmed up."""
     data_dir.mkdir()  # noqa: ASYNC240  (nothing else runs here)
@@ -147,4 +164,6 @@ _VARIANTS: Final[Mapping[str, Variants]] = {
     CPUS: _settings("on any CPU", "event loops stay on one", _stay_on_cpus),
     LONG_PROMPTS: _long_prompt_variants,
     TOOL_CALLS: _tool_call_variants,
+    ORCHESTRATOR: _settings("no orchestrator", "an orchestrator", _orchestrate),
+    STORE: _store_variants,
 }

@@ -44,6 +44,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = 120.0
     tools: tuple[str, ...] = ()
     """Names of the tools that the model may call."""
+    is_stored: bool = False
+    """The answers are stored by the orchestrator."""
     beside: Workload | None = None
     """Requests of other clients for as long as this workload is measured, from before its first request on. There must
     be more of them than can be answered meanwhile."""
@@ -155,6 +157,8 @@ def request_bodies(workload: Workload, model: str, seed: int) -> list[bytes]:
             "temperature": 0,
             "stream": True,
         }
+        if workload.is_stored:
+            body["store"] = True
         if workload.tools:
             body["tools"] = [{"type": "function", "function": {"name": name}} for name in workload.tools]
         bodies.append(json.dumps(body).encode())

@@ -27,7 +27,14 @@ from shard_server.engines.base import (
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only
-from shard_server.engines.tensorrt_llm.health import HealthVerdict, ProgressWatch, WatchSettings, ask, probe
+from shard_server.engines.tensorrt_llm.health import (
+    START_SECONDS,
+    HealthVerdict,
+    ProgressWatch,
+    WatchSettings,
+    ask,
+    probe,
+)
 from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
@@ -154,7 +161,7 @@ class TensorRtLlmEngine:
             self._prove_adapter,
         )
         # The first request compiles and captures what the constructor has not; it may take as long as the start.
-        await probe(self._submit_probe, config.start_timeout_seconds)
+        await probe(self._submit_probe, START_SECONDS)
         await absorb_capacity(llm, self._stats, settings.num_ranks)
         await absorb_first_stats(llm, self._stats)
         if self._stats.num_blocks is None:
@@ -335,7 +342,7 @@ class TensorRtLlmEngine:
 
     async def _prove_adapter(self, adapter: Any) -> None:
         """Generate one token with a LoRARequest. Raises EngineError if that fails, with which the engine may end."""
-        await probe(lambda: self._submit_probe(adapter), self._config.start_timeout_seconds)
+        await probe(lambda: self._submit_probe(adapter), START_SECONDS)
 
     def _submit_probe(self, adapter: Any = None) -> RequestOutput:
         llm = self._llm

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import enum
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -26,6 +27,9 @@ from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
 
 log = structlog.get_logger()
+
+START_SECONDS: Final = 3600.0
+"""How long the library may take to start, and the first request, which compiles what it lacks."""
 
 
 class HealthVerdict(enum.Enum):

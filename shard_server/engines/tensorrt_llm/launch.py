@@ -15,6 +15,7 @@ from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
 from shard_server.engines.tensorrt_llm.disaggregation import hands_over_logprobs
+from shard_server.engines.tensorrt_llm.health import START_SECONDS
 from shard_server.engines.tensorrt_llm.kv_cache.kv_records import as_records
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
 from shard_server.engines.tensorrt_llm.settings import OPTIONS, TensorRtSettings
@@ -28,12 +29,11 @@ CAPACITY_SECONDS: Final = 5.0
 
 async def launch(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple[TensorRtLlm, Llm]:
     """Import the library and construct the LLM, which takes minutes, in a thread. Raises EngineError."""
-    seconds = shard.tensorrt_llm.start_timeout_seconds
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(START_SECONDS):
             return await call_in_daemon("tensorrt-llm-start", lambda: _construct(model_dir, shard, max_model_len))
     except TimeoutError as error:
-        raise EngineError(f"TensorRT-LLM did not start within {seconds:g} s") from error
+        raise EngineError(f"TensorRT-LLM did not start within {START_SECONDS:g} s") from error
 
 
 def _construct(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple[TensorRtLlm, Llm]:

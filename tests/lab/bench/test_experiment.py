@@ -1,12 +1,10 @@
-"""What all benches share: flags with their variables, the table, JSON, the plot and the page, and the exit status."""
+"""What all benches share: flags with their variables, the table, JSON and the page, and the exit status."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import click
-import pytest
 from click.testing import CliRunner
 
 from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, number, switch
@@ -15,14 +13,13 @@ ROWS = [{"case": "alone", "share": 0.5, "rest": None}, {"case": "beside", "share
 COLUMNS = (Column("case", "case", is_left=True), Column("share", "share", ".0%"), Column("rest", "rest", unit=" s"))
 
 
-def make(*, is_right: bool = True, is_turned: bool = False, runs: list[dict[str, object]] | None = None):
+def make(*, is_right: bool = True, runs: list[dict[str, object]] | None = None):
     @experiment(
         "some-thing",
         choice("--engine", ["a", "b"], "a", "What computes."),
         count("--shards", 2, most=4, to="num_shards"),
         number("--load", None, "A share.", most=1),
         switch("--fast", "Less."),
-        plot="the shares",
         page="the table",
     )
     def bench_some_thing(**settings: object) -> Report:
@@ -31,8 +28,7 @@ def make(*, is_right: bool = True, is_turned: bool = False, runs: list[dict[str,
             runs.append(settings)
         return Report(
             ROWS,
-            ["about", TableOf(COLUMNS, ROWS, "Shares", is_turned=is_turned)],
-            draw=lambda path: path.write_text("drawn") and None,
+            ["about", TableOf(COLUMNS, ROWS, "Shares")],
             for_page=("shares", "| new |"),
             is_right=is_right,
         )
@@ -58,15 +54,13 @@ def test_json_is_the_data_and_nothing_else() -> None:
     assert json.loads(done.stdout) == ROWS
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_a_table_shows_every_cell(is_turned: bool) -> None:
+def test_a_table_shows_every_cell() -> None:
     """A value that is missing is a dash, and neither nothing nor an error."""
-    done = CliRunner().invoke(make(is_turned=is_turned), [])
+    done = CliRunner().invoke(make(), [])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("about\n")
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if "│" in line]
-    rows = [["alone", "50%", "-"], ["beside", "25%", "3 s"]]
-    assert lines == ([["share", "50%", "25%"], ["rest", "-", "3 s"]] if is_turned else rows)
+    assert lines == [["alone", "50%", "-"], ["beside", "25%", "3 s"]]
 
 
 def test_what_must_not_happen_is_an_exit_status() -> None:
@@ -74,18 +68,6 @@ def test_what_must_not_happen_is_an_exit_status() -> None:
     done = CliRunner().invoke(make(is_right=False), [])
     assert done.exit_code == 1
     assert "Shares" in done.stdout
-
-
-def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    """A run takes minutes."""
-    pytest.importorskip("matplotlib")
-    runs: list[dict[str, object]] = []
-    command: click.Command = make(runs=runs)
-    done = CliRunner().invoke(command, ["--plot", str(tmp_path / "plot.txt")])
-    assert done.exit_code == 1
-    assert not runs
-    assert CliRunner().invoke(command, ["--plot", str(tmp_path / "plot.svg")]).exit_code == 0
-    assert (tmp_path / "plot.svg").read_text() == "drawn"
 
 
 def test_a_table_takes_its_place_in_a_page(tmp_path: Path) -> None:

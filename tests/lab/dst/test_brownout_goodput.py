@@ -15,7 +15,7 @@ def test_the_ladder_is_climbed_step_by_step_and_saves_refusals() -> None:
     """Degraded answers instead of refusals are what the ladder is for: a minute of overload already shows it."""
     plan = BrownoutPlan(overload_seconds=60.0)
     capacity = find_capacity(plan)
-    whole, refusing = (measure(plan, capacity, steps)[0] for steps in (LADDER, LADDER[-1:]))
+    whole, refusing = (measure(plan, capacity, steps) for steps in (LADDER, LADDER[-1:]))
     before, overload, _ = whole["phases"]
     assert before["good_share"] > 0.98
     assert overload["refused_share"] < 0.75 * refusing["phases"][1]["refused_share"]
@@ -29,7 +29,7 @@ def test_the_ladder_keeps_goodput_at_three_times_capacity() -> None:
     refusals alone with far fewer refusals; whole answers before the overload, and an end to it all after."""
     plan = BrownoutPlan(overload_seconds=200.0)
     capacity = find_capacity(plan)
-    whole, refusing, without = (measure(plan, capacity, steps)[0] for steps in (LADDER, LADDER[-1:], ()))
+    whole, refusing, without = (measure(plan, capacity, steps) for steps in (LADDER, LADDER[-1:], ()))
     before, overload, _ = whole["phases"]
     assert before["good_share"] > 0.98
     assert overload["goodput_per_second"] > 5 * without["phases"][1]["goodput_per_second"]

@@ -1,11 +1,9 @@
-"""`kvloom bench engine`: the speed and quality of the embedded engine.
+"""`kvloom bench engine`: the speed of the embedded engine.
 
 command.py            the command and its flags
 report.py             runs the measurements of one engine, and renders the report
 throughput.py         prefill and decoding, in a bounded time per figure
 roofline.py           `--roofline`: the machine's limits, and the share of them that the engine reaches
 model_costs.py        bytes and operations of a decoding step and a prompt, from a model's config
-quality.py            `--quantisation`: what each weight format and kernel family changes in the answers
-techniques.py         speculation and guided decoding
 device.py             `--shape`: large shapes on one device
 """

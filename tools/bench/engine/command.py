@@ -16,7 +16,7 @@ from kvloom_common.config import TorchConfig
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.engine.device import SHAPES, device_table, run_device_bench
-from tools.bench.engine.report import Measurements, report_text, run_bench
+from tools.bench.engine.report import report_text, run_bench
 from tools.bench.engine.throughput import DEFAULT_MAX_SECONDS
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
@@ -57,12 +57,6 @@ def _setting_options(function: F) -> F:
     help="The longest time per figure.",
 )
 @option("--roofline", "with_roofline", is_flag=True, help="Also the share of this machine's limits. Part of --json.")
-@option(
-    "--reference", "with_reference", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run."
-)
-@option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
-@option("--quantisation", "with_quality", is_flag=True, help="Also what each weight format and kernel family changes.")
-@option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
@@ -73,10 +67,6 @@ def bench_engine(
     temperature: float,
     max_seconds: float,
     with_roofline: bool,
-    with_reference: bool,
-    with_speculation: bool,
-    with_quality: bool,
-    with_guided: bool,
     data_dir: Path | None,
     as_json: bool,
     **settings: str,
@@ -88,13 +78,6 @@ def bench_engine(
         return
     _, model_dir = resolve(model, data_dir)
     own = {**settings, "num_threads": num_threads, "deterministic": not no_deterministic}
-    also = Measurements(
-        roofline=with_roofline or (as_json and settings["device"] == "cpu"),
-        reference=with_reference,
-        speculation=with_speculation,
-        quality=with_quality,
-        guided=with_guided,
-    )
     measure_and_print(
         as_json,
         report_text,
@@ -103,7 +86,7 @@ def bench_engine(
             torch=msgspec.convert(own, TorchConfig),
             temperature=temperature,
             max_seconds=max_seconds,
-            also=also,
+            with_roofline=with_roofline or (as_json and settings["device"] == "cpu"),
             on_progress=show_progress,
         ),
     )

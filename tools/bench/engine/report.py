@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
-import functools
 import math
 import os
 import time
@@ -16,15 +13,11 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from kvloom.errors import KvloomError
 from kvloom_common.config import ShardConfig, TorchConfig
 from shard_server.engines.base import Capability, Engine, EngineError
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.engine import TorchEngine
-from shard_server.engines.torch_engine.kernels.reference_decoder import ReferenceDecoder
-from tools.bench.engine.quality import measure_quality, quality_table
 from tools.bench.engine.roofline import decode_shares, measure_limits, prefill_shares
-from tools.bench.engine.techniques import measure_guided, run_speculation
 from tools.bench.engine.throughput import (
     DEFAULT_MAX_SECONDS,
     PREFILL_TOKENS,
@@ -34,20 +27,8 @@ from tools.bench.engine.throughput import (
 )
 
 DEFAULT_BATCHES: Final = (1, 8, 32)
-_SECTION_ERRORS: Final = (EngineError, KvloomError, ImportError, MemoryError, OSError, RuntimeError, ValueError)
-"""Errors of one measurement that must not cost the others."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measurements:
-    """Says what to measure beside prefill, decoding, memory and load time."""
-
-    roofline: bool = False
-    reference: bool = False
-    """The plainest decoder; see reference_decoder.py."""
-    speculation: bool = False
-    quality: bool = False
-    guided: bool = False
+_ROOFLINE_ERRORS: Final = (EngineError, ImportError, MemoryError, OSError, RuntimeError, ValueError)
+"""Errors of the roofline that must not cost the figures."""
 
 
 def run_bench(
@@ -57,7 +38,7 @@ def run_bench(
     torch: TorchConfig | None = None,
     temperature: float = 0.0,
     max_seconds: float = DEFAULT_MAX_SECONDS,
-    also: Measurements | None = None,
+    with_roofline: bool = False,
     on_progress: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process, so that the process's memory is part of its own. Returns medians.
@@ -68,7 +49,6 @@ def run_bench(
     """
     torch = msgspec.structs.replace(torch or TorchConfig())
     torch.num_threads = torch.num_threads or os.cpu_count() or 1
-    also = also or Measurements()
     config = ShardConfig(torch=torch, max_batch=max(batches), max_prefill_tokens_per_step=PREFILL_TOKENS)
     report: dict[str, Any] = {
         "model": model_dir.name,
@@ -82,12 +62,12 @@ def run_bench(
     try:
         asyncio.run(measure_throughput(engine, batches, report, temperature, max_seconds, on_progress))
         report["rss_gib"] = _rss_gib()
-        for name, run in _sections(model_dir, torch, max_seconds, also, report, on_progress):
-            on_progress(name)
+        if with_roofline:
+            on_progress("roofline")
             try:
-                run()
-            except _SECTION_ERRORS as error:
-                report[name] = {"note": f"{type(error).__name__}: {error}"}
+                _add_roofline(model_dir, torch, report)
+            except _ROOFLINE_ERRORS as error:
+                report["roofline"] = {"note": f"{type(error).__name__}: {error}"}
     except KeyboardInterrupt:
         if "prefill" not in report:
             raise
@@ -148,60 +128,6 @@ def _row(figure: PrefillFigure | DecodeFigure) -> dict[str, Any]:
     return row
 
 
-def _sections(
-    model_dir: Path,
-    torch: TorchConfig,
-    max_seconds: float,
-    also: Measurements,
-    report: dict[str, Any],
-    on_progress: Callable[[str], None],
-) -> list[tuple[str, Callable[[], None]]]:
-    """(key of the report, what adds it) of the measurements that were asked for."""
-
-    def add(key: str, measure: Callable[[], Any]) -> None:
-        report[key] = measure()
-
-    num_threads, dtype = torch.num_threads, torch.dtype
-    sections: list[tuple[bool, str, Callable[[], None]]] = [
-        (also.reference, "reference", functools.partial(_add_reference, model_dir, num_threads, max_seconds, report)),
-        (
-            also.speculation,
-            "speculation",
-            lambda: add("speculation", lambda: run_speculation(model_dir, (1, 8), num_threads, dtype, max_seconds)),
-        ),
-        (
-            also.quality,
-            "quality",
-            lambda: add(
-                "quality",
-                lambda: measure_quality(model_dir, num_threads, max_seconds, on_progress, _compared_kernels(torch)),
-            ),
-        ),
-        (also.guided, "guided", lambda: add("guided", lambda: measure_guided(model_dir, DEFAULT_BATCHES))),
-        (also.roofline, "roofline", functools.partial(_add_roofline, model_dir, torch, report)),
-    ]
-    return [(key, run) for is_wanted, key, run in sections if is_wanted]
-
-
-def _compared_kernels(torch: TorchConfig) -> list[str]:
-    """Every family that runs here, or the one that is asked for."""
-    if torch.kernels == "auto":
-        with contextlib.suppress(ImportError):  # without numba there are none
-            from shard_server.engines.torch_engine.kernels.families import runnable_families
-
-            return [family.name for family in runnable_families()]
-    return [torch.kernels]
-
-
-def _add_reference(model_dir: Path, num_threads: int, max_seconds: float, report: dict[str, Any]) -> None:
-    reference = ReferenceDecoder(model_dir, num_threads)
-    for row in report["decode"]:
-        if row["tokens_per_second"]:
-            num_prompt_tokens = round(sum(row["prompt_tokens"]) / row["batch"])
-            rate = reference.decode_tokens_per_second(row["batch"], num_prompt_tokens, max_seconds)
-            row["reference_tokens_per_second"] = round(rate, 1)
-
-
 def _add_roofline(model_dir: Path, torch: TorchConfig, report: dict[str, Any]) -> None:
     """Add the machine's limits, and to every figure its share of them."""
     if torch.device != "cpu":
@@ -241,9 +167,8 @@ def report_text(report: dict[str, Any]) -> str:
         conditions = f"batch {row['batch']}, {row['step_ms'] or math.nan:.1f} ms a step, prompts of {min(lengths)} to "
         conditions += f"{max(lengths)} tokens"
         lines.append(_figure_line("decode", row, conditions if row["step_ms"] else f"batch {row['batch']}"))
-        if "reference_tokens_per_second" in row:
-            lines.append(f"  reference {row['reference_tokens_per_second']:8.1f} tokens/s")
-    lines += _section_lines(report)
+    if roofline := report.get("roofline"):
+        lines.append(_roofline_line(roofline))
     if report["note"]:
         lines.append(report["note"])
     return "\n".join(lines)
@@ -265,33 +190,12 @@ def _figure_line(what: str, row: dict[str, Any], conditions: str) -> str:
     return line
 
 
-def _section_lines(report: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
-    for name in ("reference", "speculation", "quality", "guided", "roofline"):
-        section = report.get(name)
-        if section is None:
-            continue
-        if isinstance(section, dict) and section.get("note"):
-            lines.append(f"{name}: no sample: {section['note']}")
-        elif name == "roofline":
-            source = "multiply-adds" if section["gflop_source"] == "fma" else "torch's matrix products"
-            lines.append(
-                f"limits of {section['num_threads']} threads: memory is read at {section['gb_per_second']} GB/s, "
-                f"float32 computed at {section['gflop_per_second']:.0f} GFLOP/s ({source}; matrix tiles and bf16 "
-                f"instructions exceed it)"
-            )
-        elif name == "quality":
-            lines.append(quality_table(section))
-        elif name == "speculation":
-            lines += [
-                f"speculation, {row['text']}, batch {row['batch']}: {row['tokens_per_second']} tokens/s without, "
-                f"{row['with_speculation']} with ({row['speed_up']} times), acceptance {row['acceptance']}"
-                for row in section
-            ]
-        elif name == "guided":
-            lines += [
-                f"guided, batch {row['batch']}, temperature {row['temperature']}: {row['added_us_per_token']} us a "
-                f"token (at most {row['added_us_per_token_max']}), compiled in {row['compile_ms']} ms"
-                for row in section
-            ]
-    return lines
+def _roofline_line(roofline: dict[str, Any]) -> str:
+    if roofline["note"]:
+        return f"roofline: no sample: {roofline['note']}"
+    source = "multiply-adds" if roofline["gflop_source"] == "fma" else "torch's matrix products"
+    return (
+        f"limits of {roofline['num_threads']} threads: memory is read at {roofline['gb_per_second']} GB/s, "
+        f"float32 computed at {roofline['gflop_per_second']:.0f} GFLOP/s ({source}; matrix tiles and bf16 "
+        f"instructions exceed it)"
+    )

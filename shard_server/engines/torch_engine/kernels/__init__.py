@@ -18,5 +18,4 @@ row_kernels.py        norms, rotation and look-ups, row by row
 products/             compiled matrix products
 attention/            compiled attention
 codegen/              what compiled code is made of
-reference_decoder.py  a plain decoder, to compare with
 """

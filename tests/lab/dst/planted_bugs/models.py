@@ -17,6 +17,7 @@ from lab.dst.checkers import (
     UnloadsHarmless,
     WithdrawalsKept,
 )
+from router.core import live as live_requests
 from router.core.admission import arrivals
 from router.core.core import RouterCore
 from router.core.dispatch import refusals
@@ -25,7 +26,6 @@ from router.core.events import LoadReported, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_adapters import ShardAdapters
 from router.core.live import LiveRequest
-from router.core.placement import placer
 from router.core.shard_event_handler import ShardEventHandler
 from tests.lab.dst.planted_bugs.registry import Patch, caught_by
 
@@ -63,8 +63,8 @@ def forgets_adapters_in_prefill_chunks(patch: Patch) -> None:
 @caught_by(IndexExact)
 def shares_blocks_between_adapters(patch: Patch) -> None:
     """The router believes that KV of one adapter is of use to another."""
-    original = placer.root_hash  # pyright: ignore[reportAttributeAccessIssue]
-    patch.setattr(placer, "root_hash", lambda model, _checksum, salt: original(model, "", salt))
+    original = live_requests.root_hash
+    patch.setattr(live_requests, "root_hash", lambda model, _checksum, salt: original(model, "", salt))
 
 
 @caught_by(WithdrawalsKept)

@@ -28,7 +28,7 @@ def test_only_whole_answers_make_the_times() -> None:
     sent = [
         MeasuredStream("good", 8, sent_at=1.0, pieces_at=[1.5, 2.0, 3.5], num_output_tokens=5, **done),
         MeasuredStream("late", 8, sent_at=1.0, pieces_at=[3.0], num_output_tokens=1, **done),
-        MeasuredStream("refused", 8, sent_at=1.0, error="full", error_code="queue_full", status=429),
+        MeasuredStream("refused", 8, sent_at=1.0, error="full", error_code="queue_full"),
         MeasuredStream("broken", 8, sent_at=1.0, pieces_at=[1.1], error="the stream ended without a finish"),
         MeasuredStream("left", 8, sent_at=9.0, pieces_at=[9.1]),
     ]

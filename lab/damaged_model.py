@@ -1,4 +1,4 @@
-"""`python -m tools.models.damage SOURCE OUT --layer N`: a copy of a model with one damaged layer, to see what finds it.
+"""`python -m lab.damaged_model SOURCE OUT --layer N`: a copy of a model with one damaged layer, to see what finds it.
 
 Every weight matrix of the layer gets Gaussian noise, whose standard deviation is `--noise` times that of the matrix.
 The noise is always the same. SOURCE is a directory with one *.safetensors file, as `kvloom up` makes of a .gguf file;

@@ -1,4 +1,4 @@
-"""`python -m tools.models.shallow SOURCE OUT --layers N`: the first layers of a model, whose bits depend on its
+"""`python -m lab.shallow_model SOURCE OUT --layers N`: the first layers of a model, whose bits depend on its
 weights as those of all layers do, for tests and measurements that would take long with the whole model."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 from safetensors.torch import load_file, save_file
 
+from lab.damaged_model import CONVERSION_FILE
 from shard_server.engines.torch_engine.checkpoint.packed_files import PACKED_SUFFIX
 from tools.failures import CommandError
-from tools.models.damage import CONVERSION_FILE
 
 _WEIGHTS = (".safetensors", PACKED_SUFFIX)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

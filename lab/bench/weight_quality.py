@@ -1,10 +1,12 @@
-"""Measures how number and weight formats and kernel families change the answers: each is compared with float64 on a
-text that every Python has and on a few greedy answers."""
+"""`kvloom-lab bench weight-quality`: how number and weight formats and kernel families change the answers. Each is
+compared with float64 on a text that every Python has and on a few greedy answers."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import pydoc_data.topics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ import torch
 
 from kvloom.errors import KvloomError
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
+from lab.bench.experiment import DATA_DIR, Report, count, experiment, number, show_progress
+from lab.bench.shared_flags import MODEL
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.packed_files import load_packed
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
@@ -25,6 +29,8 @@ from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from shard_server.engines.torch_engine.operators.linear import TorchLinears
+from tools.bench.engine.command import resolve
+from tools.failures import CommandError
 
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -264,3 +270,31 @@ class ExactRunner:
         is_hidden = (distances < 0) | (distances >= (window or end))
         shares = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
+
+
+def _runnable_kernels() -> list[str]:
+    """Every family of kernels that runs here; torch's operators where numba is missing."""
+    with contextlib.suppress(ImportError):
+        from shard_server.engines.torch_engine.kernels.families import runnable_families
+
+        return [family.name for family in runnable_families()]
+    return ["auto"]
+
+
+@experiment(
+    "weight-quality",
+    MODEL,
+    count("--threads", 0, "0: one per core.", least=0, to="num_threads"),
+    number("--seconds", 60.0, "How long float64 may take over the text, and over the answers.", to="max_seconds"),
+    DATA_DIR,
+)
+def bench_weight_quality(model: str, num_threads: int, max_seconds: float, data_dir: Path | None) -> Report:
+    """Compare each format of weights, with each family of kernels, with float64: perplexity, divergence, answers."""
+    _, model_dir = resolve(model, data_dir)
+    try:
+        quality = measure_quality(
+            model_dir, num_threads or os.cpu_count() or 1, max_seconds, show_progress, _runnable_kernels()
+        )
+    except EngineError as error:
+        raise CommandError(str(error)) from error
+    return Report(quality, [quality_table(quality)])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from lab.bench import weight_quality as quality
+from lab.bench.weight_quality import measure_quality, quality_table
+from lab.shallow_model import write_shallow_model
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
-from tools.bench.engine import quality
-from tools.bench.engine.quality import measure_quality, quality_table
-from tools.models.shallow import write_shallow_model
 
 
 @pytest.fixture(autouse=True)
