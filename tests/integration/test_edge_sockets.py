@@ -323,6 +323,13 @@ async def test_a_connection_does_not_last_for_ever(world: EdgeWorld, monkeypatch
         assert await client.close_code() == 1012
 
 
+async def test_a_client_that_is_gone_is_noticed(world: EdgeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that vanishes says nothing, and its connection would stay for an hour."""
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.05)
+    async with connected(world, autoping=False) as client:
+        assert await client.close_code() == 1006
+
+
 async def test_keys_are_checked_for_each_message(tmp_path: Path) -> None:
     """A key that is revoked meanwhile serves no further message, and ends the connection."""
     callers = callers_of(tmp_path, two_organisations())
