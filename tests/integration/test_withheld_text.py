@@ -107,6 +107,19 @@ async def test_no_api_shows_it(fabric: tuple[ScreenedWorld, WritingEngine], path
         assert ENDS[path] in body, (kind, is_stream, body)
 
 
+async def test_an_allowed_call_arrives_in_every_api(fabric: tuple[ScreenedWorld, WritingEngine]) -> None:
+    """What is held until the verdict on all of it is then sent, and the answer ends as it would without a policy."""
+    world, engine = fabric
+    engine.answer = world.tokenizer.encode_now("Sure. " + CALL % ("f", "Rome") + " And " + CALL % ("f", "Oslo"))
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        status, body = await world.post(path, {"model": "tiny", "stream": True, **BODIES[path]})
+        assert status == 200, body
+        assert any(sign in body for sign in CALL_SIGNS), body
+        for word in ("Sure", "Rome", "Oslo"):
+            assert any(word in text for text in seen_texts(body)), (path, word, body)
+        assert ENDS[path] not in body, body
+
+
 @pytest.mark.parametrize("path", STOPS)
 async def test_a_stop_string_does_not_complete_it(fabric: tuple[ScreenedWorld, WritingEngine], path: str) -> None:
     """The client knows that the stop string followed the text, and some APIs say so."""
