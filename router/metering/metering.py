@@ -24,10 +24,9 @@ from router.core.actions import RequestEnded
 from router.core.request_end import RequestEnd
 from router.metering.forwarder import RETRY_SECONDS, Forwarder
 from router.metering.meter import Meter
-from router.metering.metrics import MeteringMetrics
 from router.metering.orphans import SCAN_SECONDS, Orphans
 from router.metering.spool import Numbered, Spool
-from router.metering.writer import RecordWriter
+from router.metering.writer import MeteringMetrics, RecordWriter
 
 log = structlog.get_logger()
 

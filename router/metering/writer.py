@@ -14,8 +14,9 @@ from concurrent.futures import Executor
 from typing import Final
 
 import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from router.metering.metrics import MeteringMetrics
+from router import metric_table as table
 from router.metering.recent import RecentRecords
 from router.metering.spool import Numbered, Spool
 
@@ -27,6 +28,17 @@ RETRY_SECONDS: Final = 1.0
 MAX_WAITING_BYTES: Final = 16 * 2**20
 """The size of the records that are only in memory."""
 MAX_BATCH: Final = 4096
+
+
+class MeteringMetrics:
+    """How far usage records have come, updated once per batch. All names begin with `kvloom_router_usage_`."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.records = table.USAGE_RECORDS.series(registry)
+        self.dropped = table.USAGE_RECORDS_DROPPED.series(registry)
+        self.unwritten = table.USAGE_RECORDS_UNWRITTEN.gauge(registry)
+        self.spool_bytes = table.USAGE_SPOOL_BYTES.gauge(registry)
+        self.unstored = table.USAGE_RECORDS_UNSTORED.gauge(registry)
 
 
 class RecordWriter:
