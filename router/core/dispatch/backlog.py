@@ -53,7 +53,7 @@ class Backlogs:
         requests."""
         if not self._ledger.view(shard.shard_id).ranked_work:
             return self.is_open(shard, INTERACTIVE_RANK, now)
-        waiting = self._queues.queue(QueueId(shard.description.model, shard.shard_id))
+        waiting = self._queues.queue(shard.queue_id)
         return self.is_open(shard, min((live.priority_class.rank for live in waiting), default=INTERACTIVE_RANK), now)
 
     def _backlog_seconds(self, view: LoadView) -> float:
@@ -65,7 +65,7 @@ class Backlogs:
         view = self._ledger.view(shard.shard_id)
         wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         if view.ranked_work:
-            waiting = self._queues.queue(QueueId(shard.description.model, shard.shard_id))
+            waiting = self._queues.queue(shard.queue_id)
             ranks = [live.priority_class.rank for live in waiting if live.prefill_chunk is None]
             if not ranks:
                 return math.inf

@@ -156,7 +156,7 @@ class DispatchQueue:
 
     def requeue_all(self, shard: Shard, now: float) -> None:
         """The shard takes nothing more: requests in its queue will be placed again."""
-        queue_id = QueueId(shard.description.model, shard.shard_id)
+        queue_id = shard.queue_id
         for live in list(self.queues.queue(queue_id)):
             self._take_out(live)
             self.wait_for_any(live, now)
@@ -312,7 +312,7 @@ class DispatchQueue:
             self._sender.send(live, shard, candidate, now)
             return
         is_open = self._backlogs.is_open(shard, live.priority_class.rank, now)
-        is_alone = QueueId(shard.description.model, shard.shard_id) not in self.queues
+        is_alone = shard.queue_id not in self.queues
         if (
             is_open
             and is_alone
@@ -330,7 +330,7 @@ class DispatchQueue:
         view = self._ledger.view(shard.shard_id)
         if not self.queues.num_requests:
             self._dirty_shards.clear()  # the placement has just looked at them all
-        self._push(live, QueueId(shard.description.model, shard.shard_id), now)
+        self._push(live, shard.queue_id, now)
         self._fair_shares.note_waiting(live, now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
@@ -345,7 +345,7 @@ class DispatchQueue:
         self._openings.set(shard.shard_id, now + self._backlogs.opens_in(shard, now) if shard.has_room else math.inf)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:
-        queue_id = QueueId(shard.description.model, shard.shard_id)
+        queue_id = shard.queue_id
         while self._backlogs.is_open_for_first(shard, now):
             live = self._take(shard, queue_id, now)
             if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):

@@ -52,6 +52,6 @@ class ParkingRules:
             and not view.num_queued_prefill_tokens
             and view.busy.per_second(now) < MAX_FILLED_UTILISATION
             and shard.has_room
-            and QueueId(model, shard.shard_id) not in self._queues
+            and shard.queue_id not in self._queues
             and QueueId(model) not in self._queues
         )

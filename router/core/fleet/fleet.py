@@ -16,7 +16,7 @@ from router.core.fleet.fast_path import FastPath
 from router.core.fleet.shard_adapters import ShardAdapters
 from router.core.fleet.shard_health import HealthState, ShardHealth
 from router.core.fleet.slot_pool import SlotPool
-from router.core.live import Attempt, Choice
+from router.core.live import Attempt, Choice, QueueId
 
 EMBED = "embed"
 GENERATE = "generate"
@@ -55,6 +55,7 @@ class Shard:
         "is_draining",
         "is_withdrawn",
         "num_by_tenant",
+        "queue_id",
         "shard_id",
         "slots",
         "turn",
@@ -64,6 +65,8 @@ class Shard:
         """`full` has the shard while it has no room."""
         self.full = full
         self.shard_id = description.shard_id
+        self.queue_id = QueueId(description.model, description.shard_id)
+        """The queue of the requests that wait for it in the router."""
         self.description = description
         self.can_embed = EMBED in description.capabilities
         self.can_generate = GENERATE in description.capabilities or not self.can_embed
