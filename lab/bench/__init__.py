@@ -5,7 +5,10 @@ data_plane/                 CPU per token and request of the fabric, process by 
 epp.py                      `kvloom-lab bench epp`: the endpoint picker on llm-d's sizing workload
 encoder_peers/              ONNX Runtime, for `kvloom-lab bench encoder-peers`
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
+injections/                 `kvloom-lab bench injections`: an attempt at a classifier of prompt injections
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
+autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
+autoscaling_laws.py         those laws
 context_windows.py          `kvloom-lab bench context-window`: cache hits of conversations beyond the window
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP

@@ -10,7 +10,9 @@ from tools.cli.lazy_group import LazyGroup
 @click.group(
     cls=LazyGroup,
     commands_at={
+        "autoscaling": "lab.bench.autoscaling:bench_autoscaling",
         "index": "lab.bench.prefix_index:bench_index",
+        "injections": "lab.bench.injections.command:bench_injections",
         "epp": "lab.bench.epp:bench_epp",
         "encoder-peers": "lab.bench.encoder_peers.command:bench_encoder_peers",
         "engine-peers": "lab.bench.engine_peers.command:bench_engine_peers",

@@ -97,3 +97,7 @@ class SimulationResult:
     num_router_events: int
     num_waited_beside_idle: int = 0
     """Requests that waited in a router beside an idle shard for longer than they may (idle_waits.py)."""
+    shard_seconds: float = 0.0
+    """How long the shards of a fleet with a scaler ran, together."""
+    shard_counts: Sequence[tuple[float, int]] = ()
+    """(time, shards that run) of such a fleet."""

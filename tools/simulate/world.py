@@ -23,6 +23,7 @@ from router.core.tenancy.limiter import Limiter
 from router.placement_plugins import plugin_policy
 from tools.simulate.bound import prefill_seconds
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
+from tools.simulate.fleet.scaling import ScaledFleet
 from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
@@ -69,9 +70,14 @@ class _World:
         self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
         self._part_of = [part for part in options.parts for _ in range(part.num_shards)]
         """By the index of a shard: the shards of its model."""
+        self._scaled: ScaledFleet | None = None
+        if options.scaler is not None:
+            self._scaled = ScaledFleet(
+                options.scaler, self._shards, lambda index: make_shards(options, workload.block_size)[index]
+            )
         self._idle_waits = {part.name: IdleWaits() for part in options.parts}
         for index, part in enumerate(self._part_of):
-            self._idle_waits[part.name].note_shard(index, 0.0, is_idle=True)
+            self._idle_waits[part.name].note_shard(index, 0.0, is_idle=self._shards[index].is_connected)
         self._due_at = dict.fromkeys(self._index_of, math.inf)
         """The time of the next valid event of each shard in the heap."""
         self._num_kv_events = dict.fromkeys(self._index_of, 0)
@@ -102,8 +108,11 @@ class _World:
         )
 
     def run(self) -> SimulationResult:
-        for index in range(len(self._shards)):
-            self._connect(index)
+        for index, shard in enumerate(self._shards):
+            if shard.is_connected:
+                self._connect(index)
+        if self._scaled is not None:
+            self._schedule(self._scaled.scaler.interval_seconds, self._on_scale, self._scaled)
         self._schedule_next_arrival()
         while self._open or self._num_scheduled_arrivals:
             at, _, callback, subject = self._heap[0]
@@ -115,12 +124,16 @@ class _World:
             callback(subject)
         if self._on_progress is not None:
             self._on_progress(len(self._outcomes))
+        if self._scaled is not None:
+            self._scaled.finish(self._now)
         return SimulationResult(
             self._outcomes,
             self._samples,
             sum(link.cpu_nanoseconds for link in self._links) / 1e9,
             sum(link.num_events for link in self._links),
             sum(waits.num_too_long for waits in self._idle_waits.values()),
+            0.0 if self._scaled is None else self._scaled.shard_seconds,
+            () if self._scaled is None else self._scaled.counts,
         )
 
     def _schedule(self, at: float, callback: Callable[[Any], None], subject: object) -> None:
@@ -338,6 +351,39 @@ class _World:
                         self._refresh_loads(link)
                     self._deliver(link, ev.StepArrived(shard.shard_id, step))
 
+    # -- scaling --------------------------------------------------------------------------------------------------
+
+    def _on_scale(self, scaled: ScaledFleet) -> None:
+        num_queued = sum(link.core.num_queued_requests for link in self._links)
+        queues = [queue for link in self._links for queue in link.core.queued_by_model().values()] if num_queued else []
+        num_tokens = sum(tokens for _, tokens in queues)
+        self._end_idle(scaled)
+        begun, draining = scaled.decide(self._now, self._outcomes, num_queued, num_tokens)
+        for index in begun:
+            self._schedule(self._now + scaled.scaler.start_seconds, self._on_started, index)
+        for index in draining:
+            shard = self._shards[index]
+            for link in self._links:
+                self._deliver(link, ev.LoadReported(shard.shard_id, shard.load(link.index, self._now)))
+        self._schedule(self._now + scaled.scaler.interval_seconds, self._on_scale, scaled)
+
+    def _on_started(self, index: int) -> None:
+        assert self._scaled is not None
+        if self._scaled.start(index, self._now):
+            for link in self._links:
+                link.forget_reports(index)
+            self._num_kv_events[self._shards[index].shard_id] = 0
+            self._connect(index)
+            self._idle_waits[self._part_of[index].name].note_shard(index, self._now, is_idle=True)
+            for link in self._links:
+                self._schedule_tick(link)
+
+    def _end_idle(self, scaled: ScaledFleet) -> None:
+        for index in scaled.end_idle(self._now):
+            self._idle_waits[self._part_of[index].name].note_shard(index, self._now, is_idle=False)
+            for link in self._links:
+                self._deliver(link, ev.ShardDown(self._shards[index].shard_id))
+
     # -- observation ----------------------------------------------------------------------------------------------
 
     def _observe(self, before: float) -> None:
@@ -359,6 +405,7 @@ class _World:
                     shard.num_used_blocks,
                 )
                 for index, shard in enumerate(self._shards)
+                if shard.is_connected
             )
             self._next_sample_at = self._following(at, self._options.sample_interval_seconds, before)
 
@@ -412,9 +459,13 @@ class SimulatedRouter:
         reports: list[ev.LoadReported] = []
         reported_changes, next_report_at = self._reported_changes, self._next_reports_at
         for index, shard in enumerate(self._shards):
-            if shard.num_changes == reported_changes[index] and now < next_report_at[index]:
+            if not shard.is_connected or (shard.num_changes == reported_changes[index] and now < next_report_at[index]):
                 continue
             reported_changes[index] = shard.num_changes
             next_report_at[index] = now + shard.seconds_until_growth(MIN_REPORTED_CONTEXT_GROWTH)
             reports.append(ev.LoadReported(shard.shard_id, shard.load(self.index, now)))
         return reports
+
+    def forget_reports(self, index: int) -> None:
+        """Another shard has taken the place of this one."""
+        self._reported_changes[index], self._next_reports_at[index] = -1, 0.0

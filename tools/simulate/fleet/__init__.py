@@ -2,6 +2,7 @@
 
 fleet.py           the options of a fleet, and its shards
 models_option.py   a fleet of several models, as the options of the command describe it
+scaling.py         a fleet whose number of shards changes
 shard.py           a shard: continuous batching with chunked prefill
 sequence.py        a sequence on a shard
 engine_order.py    the waiting queue and the order of prefills

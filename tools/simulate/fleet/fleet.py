@@ -14,6 +14,7 @@ from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed,
 from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.scaling import FleetScaler
 from tools.simulate.fleet.shard import SimShard
 from tools.simulate.lease_owners import SimulatedLimits
 
@@ -67,6 +68,8 @@ class FleetOptions:
     """True when the router is told the tenants of calls."""
     has_classes: bool = True
     """True when the router is told which calls are batch, and so each shard which ones are urgent."""
+    scaler: FleetScaler | None = None
+    """Decides how many of the shards there are. None: all of them, all the time."""
     limits: SimulatedLimits | None = None
     """The limits of the tenants of calls. None: there are none, and answers end where they ended."""
     max_model_len: int = 2**40

@@ -67,6 +67,8 @@ class SimShard:
         """When `end_steps` is due. Infinite while the shard is idle."""
         self.num_changes = 0
         """The number of changes that make a new load report worthwhile."""
+        self.is_connected = True
+        self.is_draining = False
         self._profile = profile
         self._block_size = block_size
         self._slowness = slowness
@@ -135,6 +137,7 @@ class SimShard:
             num_available_blocks=self.cache.num_available,
             prefill_tokens_per_second=self._speed.prefill_tokens_per_second,
             decode_step_seconds=self._speed.decode_step_seconds,
+            draining=self.is_draining,
             num_own_running=own.num_running,
             num_own_waiting=own.num_waiting,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens,

@@ -13,6 +13,7 @@ from router.core.actions import CancelOnShard, PlacementDecided, RequestEnded, S
 from router.core.core import CoreConfig
 from tests.fakes.sim_calls import ListedWorkload, conversations
 from tools.simulate.fleet.profile import PROFILES, Profile
+from tools.simulate.fleet.scaling import ObservedFleet
 from tools.simulate.workload import Call
 from tools.simulate.world import FleetOptions, simulate
 
@@ -228,3 +229,54 @@ def test_impossible_fleets_are_rejected() -> None:
             _options(**changes)
     with pytest.raises(ValueError, match="policy"):
         simulate(_workload(), _options(policy="no such policy"))
+
+
+class _Steps:
+    """A scaler that wants what it is told, at each decision."""
+
+    num_first_shards = 1
+    interval_seconds = 1.0
+    start_seconds = 2.5
+
+    def __init__(self, *wanted: int) -> None:
+        self._wanted = wanted
+        self.seen: list[tuple[int, int]] = []
+
+    def wanted(self, fleet: ObservedFleet) -> int:
+        self.seen.append((len(fleet.ready), fleet.num_starting))
+        return self._wanted[min(len(self.seen) - 1, len(self._wanted) - 1)]
+
+
+def test_shards_come_and_go_and_no_call_is_lost() -> None:
+    """Laws of autoscaling are compared by what shards cost, from the decision that starts one to its last sequence."""
+    workload = _workload()
+    scaler = _Steps(3, 3, 3, 3, 3, 3, 1)
+    result = simulate(workload, _options(scaler=scaler))
+    assert sorted(one.call.call_id for one in result.outcomes) == list(range(144))
+    assert not any(one.failed for one in result.outcomes)
+    assert scaler.seen[:5] == [(1, 0), (1, 2), (1, 2), (3, 0), (3, 0)]
+    assert scaler.seen[-1] == (1, 0)
+    late = max(one.finished_at for one in result.outcomes)
+    assert {one.shard_index for one in result.outcomes} == {0, 1, 2}
+    assert late + 2 * 5 < result.shard_seconds < 3 * late
+    assert result.shard_counts[0] == (0.0, 1)
+    assert max(number for _, number in result.shard_counts) == 3
+
+
+def test_a_shard_that_starts_again_has_an_empty_cache() -> None:
+    """What a cold cache costs is a part of what scaling costs."""
+    call = Call(0, 160, 4, range(1, 11))
+    calls = [(0.0, call)] + [(10.0 + n, dataclasses.replace(call, call_id=1 + n)) for n in range(2)]
+    workload = ListedWorkload(calls, block_size=16)
+
+    class Replaced(_Steps):
+        def wanted(self, fleet: ObservedFleet) -> int:
+            super().wanted(fleet)
+            return 2 if 2 < fleet.at < 6 else 1
+
+    result = simulate(workload, _options(num_shards=2, scaler=Replaced(1)))
+    assert [one.num_cached_tokens > 0 for one in sorted(result.outcomes, key=lambda one: one.call.call_id)] == [
+        False,
+        True,
+        True,
+    ]
