@@ -33,6 +33,7 @@ class WitnessView(Protocol):
     safety_waited_for_until: float | None
     arriving: ObservedRequest | None
     dispatched: list[ObservedRequest]
+    given_up: list[ObservedRequest]
     event: Event | None
 
     def waiting(self) -> list[ObservedRequest]: ...

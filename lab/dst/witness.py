@@ -81,6 +81,8 @@ class Witness:
         """The hand-offs that came with the current event, whether they are wanted or not."""
         self.dispatched: list[ObservedRequest] = []
         """The requests that were sent to shards in the current event."""
+        self.given_up: list[ObservedRequest] = []
+        """The requests that are given up at the end of the current event, since it brought no shard for them."""
         self._moving: list[ObservedChoice] = []
         self._waiting: list[ObservedRequest] | None = None
         """A cache for `waiting`. None means that something has changed since."""
@@ -154,6 +156,7 @@ class Witness:
         self._waiting = None
         self.arriving = None
         self.dispatched.clear()
+        self.given_up.clear()
         self.handed_over.clear()
         self.gone_client = ""
         match event:
@@ -381,6 +384,8 @@ class Witness:
             observed = self.live.get(end.request_id)  # both end in one event
         if observed is not None:
             observed.is_ending = True
+            if end.error_reason == ErrorReason.ERROR_REASON_NO_SHARD_READY and observed is not self.arriving:
+                self.given_up.append(observed)
 
     def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
         observed.num_attempts += 1

@@ -16,7 +16,7 @@ from kvloom_common.tenancy.usage_record import UsageRecord
 from tests.fakes.fake_control import key_of
 from tests.fakes.link_requests import make_submit
 from tests.fakes.metered_world import FIRST, MeteredWorld, metered
-from tests.fakes.outside_client import PROMPT, OutsideClient, generate_request
+from tests.fakes.outside_client import PROMPT, OutsideClient, Received, generate_request
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -32,7 +32,7 @@ async def world(router_redis_url: str, tmp_path: Path) -> AsyncIterator[MeteredW
 
 
 async def client(
-    world: MeteredWorld, key: str = "kvl-one", tenant: str = "acme/search", **limits: int
+    world: MeteredWorld, key: str = "kvl-one", tenant: str = "acme/search", **limits: Any
 ) -> OutsideClient:
     """With a key that has these limits."""
     world.control.put(key_of(key, tenant, limits=Limits(**limits)))
@@ -40,6 +40,15 @@ async def client(
     assert identities is not None
     await eventually(lambda: identities.tenants.table.version == world.control.version, "the key")
     return OutsideClient(world.channel, key)
+
+
+async def left(
+    world: MeteredWorld, client: OutsideClient, request: pb.GenerateRequest, after: int, num_records: int = 1
+) -> Received:
+    """What arrives before the client leaves. The router hears of it later: until then the name is in use."""
+    received = await client.read(request, leave_after=after)
+    await world.until_recorded(num_records)
+    return received
 
 
 def continued(request: pb.GenerateRequest, ticket: bytes, claims: list[int], **fields: Any) -> pb.GenerateRequest:
@@ -67,7 +76,7 @@ async def test_a_continued_answer_is_billed_once(world: MeteredWorld) -> None:
     was charged as nothing else."""
     one = await client(world)
     request = generate_request(FIRST, max_tokens=20)
-    begun = await one.read(request, leave_after=8)
+    begun = await left(world, one, request, after=8)
     rest = await one.read(continued(request, begun.ticket, begun.token_ids))
     assert (begun.ticket != b"", rest.ticket) == (True, b"")
     assert begun.token_ids + rest.token_ids == (await one.read(generate_request(FIRST, 20, request_id="s"))).token_ids
@@ -80,7 +89,7 @@ async def test_a_continuation_is_not_refused_and_counts(world: MeteredWorld) -> 
     """The request was admitted where it began. The limits per minute have counted it when the next one comes."""
     one = await client(world, requests_per_minute=2, max_prompt_tokens=NUM_PROMPT)
     request = generate_request(FIRST, max_tokens=20)
-    begun = await one.read(request, leave_after=8)
+    begun = await left(world, one, request, after=8)
     assert await one.reason(continued(request, begun.ticket, begun.token_ids)) == ""
     assert await one.reason(continued(request, begun.ticket, begun.token_ids)) == ""
     assert await one.reason(generate_request(FIRST, request_id="s")) == "RATE_LIMITED"
@@ -90,7 +99,7 @@ async def test_what_is_claimed_to_have_been_received_is_paid_as_output(world: Me
     """A ticket of one token made thousands of claimed tokens free."""
     one = await client(world, tokens_per_minute=1000)
     request = generate_request(FIRST, max_tokens=902)
-    begun = await one.read(request, leave_after=1)
+    begun = await left(world, one, request, after=1)
     more = await one.read(continued(request, begun.ticket, begun.token_ids[:1] * 900))
     assert len(more.token_ids) == 2
     [record] = await counted(world, 2)
@@ -106,7 +115,7 @@ async def test_repetitions_are_paid(world: MeteredWorld) -> None:
     one = await client(world)
     request = generate_request(FIRST, max_tokens=40)
     whole = (await one.read(request)).token_ids
-    ticket = (await one.read(request, leave_after=1)).ticket  # of another answer under the same id
+    ticket = (await left(world, one, request, after=1, num_records=2)).ticket  # of another answer under the same id
     num_computed = len(whole)
     for claims in (1, 1, 20, 20, 20):
         num_computed += len((await one.read(continued(request, ticket, whole[:claims]))).token_ids)
@@ -146,6 +155,7 @@ async def test_an_answer_of_a_shared_stream_continues_with_its_ticket(world: Met
     tokens are reasoning: with a ticket, too, it is not believed."""
     one = await client(world)
     begun = await one.connect(submit(), leave_after=6)
+    await world.until_recorded(1)
     assert begun.ticket
     claims = begun.token_ids
     choice = Choice(slot=1, output_token_ids=claims, num_delivered_chars=len(claims))

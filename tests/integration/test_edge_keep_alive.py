@@ -22,6 +22,7 @@ COMMENT = b": keep-alive\n"
 PING = b"event: ping\n"
 FAST = 0.03
 CUT_SECONDS = 0.6
+NUM_STEPS = 6
 
 
 class CuttingProxy:
@@ -45,7 +46,7 @@ class CuttingProxy:
 
         forwarding = asyncio.create_task(forward())
         try:
-            while data := await asyncio.wait_for(back_reader.read(65536), self._patience):
+            while data := await self._read(back_reader):
                 self.seen += data
                 self.more.set()
                 writer.write(data)
@@ -56,9 +57,15 @@ class CuttingProxy:
             writer.close()
             back_writer.close()
 
-    @property
-    def _patience(self) -> float | None:
-        return None if self._waits_for_head_only and self.seen else CUT_SECONDS
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        """What comes next. Raises TimeoutError. Time is counted in steps: while this process does something else, such
+        as making the types of a client, the server cannot send either."""
+        if self._waits_for_head_only and self.seen:
+            return await reader.read(65536)
+        for _ in range(NUM_STEPS - 1):
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(reader.read(65536), CUT_SECONDS / NUM_STEPS)
+        return await asyncio.wait_for(reader.read(65536), CUT_SECONDS / NUM_STEPS)
 
     async def seen_times(self, what: bytes, num_times: int) -> None:
         while self.seen.count(what) < num_times:

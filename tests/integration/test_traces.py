@@ -135,7 +135,7 @@ async def test_what_the_orchestrator_does_is_traced(collector: tuple[Collector, 
             await world.client.responses.retrieve("resp_none", extra_headers=headers)
         async with world.jobs():
             await eventually(lambda: world.edge.link.requests, "the request of the background response")
-            spans = await until_traced(collector[0], "store BeginResponse", "store getResponse")
+            spans = await until_traced(collector[0], "store BeginResponse", "store getResponse", "POST /v1/responses")
             await eventually(
                 lambda: by_name(collector[0].spans).get("work /v1/responses"), "the orchestrator's own span"
             )

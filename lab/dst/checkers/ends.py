@@ -111,8 +111,8 @@ def _queue_was_full(node: SimulatedRouterView, choice: ObservedChoice) -> bool:
         return True
     if node.config.overload.sheds_load_early and choice.request is witness.arriving:
         return True  # by prediction: RejectionsJustified checks whether it would have fitted
-    # The queue is served after a request has arrived: what filled it then may be dispatched in the same event.
-    queued = {*witness.waiting(), *witness.dispatched} - {choice.request}
+    # The queue is served after a request has arrived: what filled it may be dispatched or given up in the same event.
+    queued = {*witness.waiting(), *witness.dispatched, *witness.given_up} - {choice.request}
     return len(queued) >= node.config.max_queued_requests
 
 

@@ -71,7 +71,7 @@ def private_names(source: str) -> Iterator[str]:
 
 def test_what_the_fabric_imports_is_declared():
     """A user's environment has what the distributions declare, and no more. Numba brings the llvmlite that it needs,
-    torch for CUDA its triton, aiohttp its yarl."""
+    torch for CUDA its triton, aiohttp its yarl and multidict."""
     distributions = importlib.metadata.packages_distributions()
     requirements = declared().keys()
     imported: set[str] = set()
@@ -80,7 +80,7 @@ def test_what_the_fabric_imports_is_declared():
             imported.update(*IMPORTED.findall(path.read_text()))
     assert {"aiohttp", "grpc", "torch"} <= imported
     known = {name: requirements & set(map(normal, found)) for name, found in distributions.items()}
-    foreign = imported - OWN - IN_AN_IMAGE - sys.stdlib_module_names - {"llvmlite", "triton", "yarl", ""}
+    foreign = imported - OWN - IN_AN_IMAGE - sys.stdlib_module_names - {"llvmlite", "multidict", "triton", "yarl", ""}
     assert not {name for name in foreign if not known.get(name, normal(name) in requirements)}
 
 

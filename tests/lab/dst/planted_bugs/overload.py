@@ -23,7 +23,7 @@ from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import draining
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import DrainEnded, Request
-from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.fleet import Shard
 from router.core.health.health_watch import HealthWatch
 from router.core.live import LiveRequest, QueueId
 from router.core.priority_classes import BATCH
@@ -114,19 +114,7 @@ def refuses_what_may_wait_for_a_start(patch: Patch) -> None:
 def floods_a_returning_shard(patch: Patch) -> None:
     """A shard that returns while many requests wait is sent as much as any other."""
 
-    class Flooded(Shard):
-        @property
-        def limit(self) -> int:
-            return 2 * self.description.max_batch
-
-        @limit.setter
-        def limit(self, _value: int) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def add(self: Fleet, description: Any) -> Shard:
-        self.shards[description.shard_id] = shard = Flooded(description)  # pyright: ignore[reportCallIssue]
-        return shard
-
-    patch.setattr(Fleet, "add", add)
+    patch.setattr(Shard, "limit", property(lambda shard: 2 * shard.description.max_batch, lambda _shard, _limit: None))
 
 
 @caught_by(DrainedShardsEmpty)
