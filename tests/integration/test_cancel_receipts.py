@@ -37,7 +37,7 @@ async def world(
     load_runner: Callable[..., Any],
 ) -> AsyncIterator[FailoverWorld]:
     torch = TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=NUM_DRAFTS[request.param]))
-    config = ShardConfig(sim=SimConfig(step_ms=40.0), num_blocks=512, torch=torch)
+    config = ShardConfig(sim=SimConfig(step_ms=80.0), num_blocks=512, torch=torch)
     engine: Engine
     if request.param == "sim":
         engine = SimEngine(MODEL, config, tokenizer.vocab_size)
