@@ -6,6 +6,7 @@ The witness never reads the core's state: a checker that relied on it would shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
@@ -49,6 +50,13 @@ from router.core.events import (
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.relay.lifecycle import MAX_STRIKES, RETRYABLE_REASONS
+
+GIVEN_UP: Final = (
+    ErrorReason.ERROR_REASON_NO_SHARD_READY,
+    ErrorReason.ERROR_REASON_SHARD_LOST,
+    ErrorReason.ERROR_REASON_ENGINE_FAILED,
+)
+"""Why a request ends for which no shard has come in time: that there is none, or how its last attempt failed."""
 
 
 class Witness:
@@ -383,9 +391,9 @@ class Witness:
         if observed is self._former and observed is not None and observed.is_ending:
             observed = self.live.get(end.request_id)  # both end in one event
         if observed is not None:
-            observed.is_ending = True
-            if end.error_reason == ErrorReason.ERROR_REASON_NO_SHARD_READY and observed is not self.arriving:
+            if end.error_reason in GIVEN_UP and observed.is_waiting and observed is not self.arriving:
                 self.given_up.append(observed)
+            observed.is_ending = True
 
     def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
         observed.num_attempts += 1

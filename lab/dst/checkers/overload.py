@@ -11,15 +11,10 @@ from lab.dst.checker import Checker
 from lab.dst.checkers.queueing import idle_for
 from lab.dst.observed import ObservedChoice, ObservedRequest, State, eligible
 from lab.dst.views import SimulatedRouterView
+from lab.dst.witness import GIVEN_UP
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import DrainEnded, Event, RequestArrived, Tick, TierRank
 from router.core.frames import Finish
-
-_GIVEN_UP: Final = (
-    ErrorReason.ERROR_REASON_NO_SHARD_READY,
-    ErrorReason.ERROR_REASON_SHARD_LOST,
-    ErrorReason.ERROR_REASON_ENGINE_FAILED,
-)
 
 
 class RejectionsJustified(Checker):
@@ -127,7 +122,7 @@ class OutagePatience(Checker):
         if is_refused and witness.may_wait_for_start(observed.request.model):
             self.fail(f"{observed.request.request_id} was refused, but may wait for a shard to start")
         patience_seconds = witness.patience_seconds(observed)
-        if choice.state is not State.WAITING or observed is witness.arriving or _reason(finish) not in _GIVEN_UP:
+        if choice.state is not State.WAITING or observed is witness.arriving or _reason(finish) not in GIVEN_UP:
             return
         since = self._since.get((node, observed), node.now)
         if node.now < since + patience_seconds:
