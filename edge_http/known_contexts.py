@@ -4,25 +4,19 @@ orchestrator is away, or slow."""
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from kvloom.v1.orchestrator_service_pb2 import KeepResponseRequest, ReadContextRequest, ReadContextResponse
+from kvloom_common.limits.scoped_cache import MAX_ENTRIES, ScopedCache
 
 MAX_BYTES: Final = 32 * 2**20
 KEPT_SECONDS: Final = 300.0
 """How long something may be known that others have changed or deleted meanwhile."""
 _CHANGES: Final = ("createConversationItems", "createErasure", "delete", "remove", "setRetention")
 """The beginnings of the names of operations after which nothing of a tenant is known."""
-
-
-class _Known(NamedTuple):
-    items: Sequence[bytes]
-    known_at: float
-    num_bytes: int
 
 
 class _KeptResponse(msgspec.Struct):
@@ -35,15 +29,15 @@ class KnownContexts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
-        self._num_bytes = 0
+        self._known = ScopedCache[tuple[str, str], Sequence[bytes]](
+            MAX_BYTES, MAX_ENTRIES, lambda items: sum(map(len, items))
+        )
+        """By tenant, and the id of the object."""
 
     def find(self, wanted: ReadContextRequest) -> ReadContextResponse | None:
         """The answer to a question for nothing but the items before an input; None: it is not known."""
-        known = self._known.get((wanted.owner.tenant, _name_of(wanted)))
-        if known is None or known.known_at <= self._clock() - KEPT_SECONDS:
-            return None
-        return ReadContextResponse(items=known.items)
+        items = self._known.get((wanted.owner.tenant, _name_of(wanted)), self._clock())
+        return None if items is None else ReadContextResponse(items=items)
 
     def note_read(self, wanted: ReadContextRequest, found: ReadContextResponse) -> None:
         if name := _name_of(wanted):
@@ -54,27 +48,17 @@ class KnownContexts:
         response = msgspec.json.decode(kept.response, type=_KeptResponse)
         new, tenant = [*kept.input_items, *map(bytes, response.output)], kept.owner.tenant
         for before, name in ((kept.previous_response_id, response.id), (kept.conversation_id, kept.conversation_id)):
-            earlier = self._known.get((tenant, before))
+            earlier = self._known.get((tenant, before), self._clock())
             if earlier is not None or (name == response.id and not before):
-                self._note(tenant, name, [*(() if earlier is None else earlier.items), *new])
+                self._note(tenant, name, [*(earlier or ()), *new])
 
     def note_change(self, tenant: str, operation: str) -> None:
         """Something of the tenant may have been changed or deleted."""
         if operation.startswith(_CHANGES):
-            for key in [key for key in self._known if key[0] == tenant]:
-                self._forget(key)
+            self._known.clear({tenant})
 
     def _note(self, tenant: str, name: str, items: Sequence[bytes]) -> None:
-        key = tenant, name
-        self._forget(key)
-        self._known[key] = known = _Known(items, self._clock(), sum(map(len, items)))
-        self._num_bytes += known.num_bytes
-        while self._num_bytes > MAX_BYTES:
-            self._forget(next(iter(self._known)))
-
-    def _forget(self, key: tuple[str, str]) -> None:
-        known = self._known.pop(key, None)
-        self._num_bytes -= 0 if known is None else known.num_bytes
+        self._known.put((tenant, name), items, tenant, self._clock() + KEPT_SECONDS)
 
 
 def _name_of(wanted: ReadContextRequest) -> str:

@@ -76,9 +76,11 @@ class OrchestratorLink:
     ) -> bytes:
         """The JSON of the answer, within so many seconds. Raises KvloomError."""
         wanted = OperateRequest(owner=owner, operation=operation, ids=ids, query=query or {}, body=body)
-        self._contexts.note_change(owner.tenant, operation)
-        async with self._asking() as stub:
-            return (await stub.Operate(wanted, timeout=seconds, metadata=self._metadata())).body
+        try:
+            async with self._asking() as stub:
+                return (await stub.Operate(wanted, timeout=seconds, metadata=self._metadata())).body
+        finally:  # before, a context could be read that this changes
+            self._contexts.note_change(owner.tenant, operation)
 
     async def read_context(self, request: ReadContextRequest) -> tuple[ReadContextResponse, bool]:
         """The items before an input, and True if they are only what was last known, because the orchestrator is slow or

@@ -42,11 +42,10 @@ from edge_http.wire.headers import (
     request_id,
     start_headers,
 )
-from edge_http.wire.message_request import MessageRequest, MessageStream
+from edge_http.wire.message_request import stream_for
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_headers import NO_WISHES
 from edge_http.wire.request_record import begin_answer
-from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.v1.router_service_pb2 import TIER_BATCH
 from kvloom_common.conversation.model_output import fit_to_parser, output_form
@@ -92,8 +91,7 @@ async def generate(
         return await _stream_resumable(
             edge, request, permit, job, formatter, name, key, run, streamed_by, is_resumable=is_resumable
         )
-    kind = MessageStream if type(request) is MessageRequest else EventStream
-    events = kind(request, edge.config.max_buffered_bytes, edge.write_coalescer)
+    events = stream_for(request)(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = streamed_by(
         job.prompt_sizes, job.n, formatter, events, _headers(request, job, name), **_stream_options(edge, job)
     )

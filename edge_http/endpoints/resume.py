@@ -28,7 +28,7 @@ from edge_http.wire.headers import (
 )
 from edge_http.wire.json_response import json_response
 from edge_http.wire.large_body import PIECE_BYTES, write_large_body
-from edge_http.wire.message_request import MessageRequest, MessageStream
+from edge_http.wire.message_request import stream_for
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream, ReplayedEventStream
 from kvloom.errors import invalid_argument
@@ -96,9 +96,7 @@ async def deliver(
         await asyncio.sleep(0)
         if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
             raise not_kept()
-    kind = ReplayedEventStream if is_replay else EventStream
-    if type(request) is MessageRequest:
-        kind = MessageStream
+    kind = stream_for(request, ReplayedEventStream if is_replay else EventStream)
     events = kind(request, edge.config.max_buffered_bytes, edge.write_coalescer, last_event_number=after)
     reader = ConnectionReader(events, error_format_of(request.path))
     stream.attach(reader)

@@ -112,9 +112,9 @@ class Lane:
         self._request: MessageRequest | None = None
         """These two are being answered."""
         self._steers: list[Steer] = []
-        """Those of the response that is being generated."""
+        """The messages that are added to the response that is being generated."""
         self._pending: dict[str, Sequence[Steer]] = {}
-        """Those that wait for what their response needs of the client."""
+        """By response: added messages that wait for what it needs of its client."""
 
     def add(self, create: Create) -> None:
         self.waiting.append(create)

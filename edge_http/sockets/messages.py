@@ -60,7 +60,7 @@ class Create:
     """A client's `response.create`, or what the fabric makes out of a `response.steer`."""
 
     fields: dict[str, msgspec.Raw]
-    """Those of the body of POST /v1/responses."""
+    """The fields of the body of POST /v1/responses."""
     stream_id: str | None
     generates: bool = True
     steers: Sequence[Steer] = ()

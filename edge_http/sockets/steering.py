@@ -16,7 +16,7 @@ from edge_http.formatting.json_bytes import Json
 from edge_http.sockets.messages import Create, Steer
 
 MAX_STEERS: Final = 16
-"""Those that wait for one response."""
+"""The most messages that wait for one response."""
 _OUTPUTS: Final = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 """The kinds of items by which a client answers those of the output."""
 

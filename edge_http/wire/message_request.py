@@ -152,6 +152,11 @@ class MessageStream(EventStream):
         self._write(text_frame(self.last[:-1] + self._request.tail))
 
 
+def stream_for(request: web.BaseRequest, over_http: type[EventStream] = EventStream) -> type[EventStream]:
+    """How the events of the answer to this request are sent."""
+    return MessageStream if type(request) is MessageRequest else over_http
+
+
 def _data_of(event: bytes) -> bytes:
     """The JSON of an event, which may have a name before it."""
     return event[event.index(_DATA) + len(_DATA) :]

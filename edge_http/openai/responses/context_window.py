@@ -61,7 +61,7 @@ def within(messages: Sequence[ChatMessage], sizes: Sequence[int], room: int) -> 
 
 
 def left_out(messages: Sequence[ChatMessage], kept: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Those that `within` has not kept."""
+    """The messages that `within` has not kept."""
     names = set(map(id, kept))
     return [message for message in messages if id(message) not in names]
 

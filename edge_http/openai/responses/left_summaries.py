@@ -6,13 +6,13 @@ import asyncio
 import contextvars
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from kvloom.text.chat_message import ChatMessage
+from kvloom_common.limits.scoped_cache import MAX_ENTRIES, ScopedCache
 
 MAX_BYTES: Final = 16 * 2**20
 KEPT_SECONDS: Final = 3600.0
@@ -22,18 +22,13 @@ MAX_RUNNING: Final = 16
 HEAD: Final = "Summary of an earlier part of this conversation:\n"
 
 
-class _Summary(NamedTuple):
-    text: str
-    made_at: float
-
-
 class LeftTurns(NamedTuple):
     """Messages that were left out, and what names their summary."""
 
     scope: str
     version: str
     max_tokens: int
-    """Those that the summary may have."""
+    """The most tokens that the summary may have."""
     messages: Sequence[ChatMessage]
 
 
@@ -45,27 +40,20 @@ class LeftSummaries:
         """`model` makes them."""
         self.model = model
         self._clock = clock
-        self._known: OrderedDict[bytes, _Summary] = OrderedDict()
-        self._num_bytes = 0
+        self._known = ScopedCache[bytes, str](MAX_BYTES, MAX_ENTRIES, lambda text: len(text.encode()))
         self._running: dict[bytes, asyncio.Task[None]] = {}
 
     def find(self, left: LeftTurns) -> tuple[str, int]:
         """The summary of as many of the first messages as there is one of, and their number; "" and 0: of none."""
         for number, key in reversed([*enumerate(_keys(left), 1)]):
-            found = self._known.get(key)
-            if found is not None and found.made_at > self._clock() - KEPT_SECONDS:
-                self._known.move_to_end(key)
-                return found.text, number
+            text = self._known.get(key, self._clock())
+            if text is not None:
+                return text, number
         return "", 0
 
     def add(self, left: LeftTurns, text: str) -> None:
         *_, key = _keys(left)
-        self._num_bytes -= len(self._known.pop(key, _NONE).text.encode())
-        self._known[key] = _Summary(text, self._clock())
-        self._num_bytes += len(text.encode())
-        while self._num_bytes > MAX_BYTES:
-            _, oldest = self._known.popitem(last=False)
-            self._num_bytes -= len(oldest.text.encode())
+        self._known.put(key, text, left.scope, self._clock() + KEPT_SECONDS)
 
     def begin(self, left: LeftTurns, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have `work` make the summary, unless it is being made, or too many are."""
@@ -87,9 +75,6 @@ class LeftSummaries:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-_NONE: Final = _Summary("", 0.0)
 
 
 def _keys(left: LeftTurns) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ def has_cache(path: Path) -> bool:
         if isinstance(node, ast.Attribute | ast.Name):
             name = node.attr if isinstance(node, ast.Attribute) else node.id
             is_cache = name == "cache" and ast.unparse(node) == "functools.cache"
-            if name in ("lru_cache", "OrderedDict") or is_cache:
+            if name in ("lru_cache", "OrderedDict", "ScopedCache") or is_cache:
                 return True
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Cache", "Caches")):
             return True
@@ -68,6 +68,7 @@ NO_CACHES: Final = {
     "kvloom_common/config/keys.py",  # the definition of the settings
     "kvloom_common/config/router.py",  # settings
     "kvloom_common/limits/fair_threads.py",  # a queue
+    "kvloom_common/limits/scoped_cache.py",  # how its users, which count, keep things
     "router/features/result_cache/cache.py",  # keeps nothing itself: see memory.py
     "shard_server/engines/torch_engine/kv_cache.py",  # the KV's tensors: see block_pool.py
 }

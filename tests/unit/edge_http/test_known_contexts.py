@@ -87,11 +87,11 @@ def test_forks_prompts_and_references_are_not_guessed() -> None:
 def test_old_contexts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have deleted them meanwhile; and the memory has a bound."""
     clock = Clock()
+    monkeypatch.setattr(known_contexts, "MAX_BYTES", 100)
     contexts = KnownContexts(clock)
     contexts.note_kept(kept("a"))
     clock.now = KEPT_SECONDS
     assert contexts.find(asked("a")) is None
-    monkeypatch.setattr(known_contexts, "MAX_BYTES", 100)
     for name in "bcdef":
         contexts.note_kept(kept(name))
     assert contexts.find(asked("b")) is None

@@ -92,12 +92,12 @@ def fastest_form_for_prompts(
     """The faster form of a model that computes many rows at a time and never one by one, as encoders do: bf16 weights,
     or packed ones, which hardly differ in speed between 4 and 8 bits."""
     costs = _kept_costs(threads, measure or measure_forms)
-    if not costs:
-        on_progress(f"weights: {WeightForm.DTYPE.value}, {_BUSY}")
-        return MeasuredForm(WeightForm.DTYPE, _BUSY)
-    bf16, packed = costs[WeightForm.DTYPE.value][1], costs[WeightForm.PACKED.value][1]
-    form = WeightForm.PACKED if bf16 > _GAIN * packed else WeightForm.DTYPE
-    reason = f"measured, ms for a row of many and 8 million weights: packed {packed * 1e3:.2f}, bf16 {bf16 * 1e3:.2f}"
+    form, reason = WeightForm.DTYPE, _BUSY
+    if costs:
+        bf16, packed = costs[WeightForm.DTYPE.value][1], costs[WeightForm.PACKED.value][1]
+        form = WeightForm.PACKED if bf16 > _GAIN * packed else WeightForm.DTYPE
+        times = f"packed {packed * 1e3:.2f}, bf16 {bf16 * 1e3:.2f}"
+        reason = f"measured, ms for a row of many and 8 million weights: {times}"
     on_progress(f"weights: {form.value}, {reason}")
     return MeasuredForm(form, reason)
 
