@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import urllib.request
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.xdist_group("strict")
 MODEL = "smollm2-135m-instruct"
 NUM_TOKENS = 300
 NUM_TOKENS_OF_A_CHECK = 20
+NUM_TOKENS_WITHOUT_END = 8_000
+"""80 s of steps: more than a test takes, however slow the commands that it waits for."""
 NUM_STREAMS = 9
 
 
@@ -37,6 +40,8 @@ class Stream:
         self.token_ids: list[int] = []
         self.shard_id = ""
         self.has_begun = asyncio.Event()
+        self.has_continued = asyncio.Event()
+        """Cleared by a test; set by the next token."""
         self.longest_silence_seconds = 0.0
 
     async def read(self, client: Client) -> None:
@@ -53,9 +58,15 @@ class Stream:
                 self.shard_id = delta.start.shard_id
             if len(self.token_ids) >= 5:
                 self.has_begun.set()
+            if delta.token_ids:
+                self.has_continued.set()
 
     def check(self) -> None:
-        assert self.token_ids == [expected_token_id(self.prompt, 3, i) for i in range(self.num_tokens)]
+        assert len(self.token_ids) == self.num_tokens
+        self.check_begun()
+
+    def check_begun(self) -> None:
+        assert self.token_ids == [expected_token_id(self.prompt, 3, i) for i in range(len(self.token_ids))]
 
 
 def router_metric(fabric: RunningFabric, sample: str) -> float:
@@ -77,6 +88,12 @@ async def begin(client: Client, num_tokens: int = NUM_TOKENS) -> tuple[list[Stre
     async with asyncio.timeout(30):
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
     return streams, reading
+
+
+async def give_up(reading: asyncio.Future[list[None]]) -> None:
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
 
 
 def pid_of(fabric: RunningFabric, shard_id: str) -> int:
@@ -122,17 +139,21 @@ async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> No
     """`kvloom drain --deadline-seconds`: what has not ended continues on other shards, the command returns when the
     shard is empty, nothing new goes there; `kvloom undrain` takes it back."""
     async with asyncio.timeout(90), Client(fabric.router_address) as client:
-        streams, reading = await begin(client)
+        streams, reading = await begin(client, NUM_TOKENS_WITHOUT_END)
         shard_id = streams[0].shard_id
         done = await asyncio.to_thread(
             run_kvloom, "drain", shard_id, "--deadline-seconds", "0.3", env=fabric.env, timeout_seconds=60
         )
         assert (done.returncode, done.stdout) == (0, f"{shard_id} is drained\n"), done.stderr
         assert "running" in done.stderr
-        assert not reading.done()
-        await reading
         for stream in streams:
-            stream.check()
+            stream.has_continued.clear()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(stream.has_continued.wait() for stream in streams))
+        assert not reading.done()
+        await give_up(reading)
+        for stream in streams:
+            stream.check_begun()
         streams, reading = await begin(client, NUM_TOKENS_OF_A_CHECK)
         assert shard_id not in {stream.shard_id for stream in streams}
         await reading
