@@ -3,6 +3,7 @@ kernel of single rows is the plain one, and no step is recorded as a graph."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device, load_device_runner
+from shard_server.engines.torch_engine.lora.peft import read_adapter
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tiny_llama import write_tiny_llama
 
 NUM_BLOCKS = 60
@@ -97,6 +100,24 @@ def test_hidden_states_are_those_of_the_cpu_engine(tmp_path: Path):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     runner.run([ScheduledSequence(ids[:2], 0, tables[0], True)])
     assert runner.hidden_states() == []
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
+def test_rows_with_adapters_share_steps_with_others(tmp_path: Path, invariant: bool):
+    """Prompts in chunks, decoding and drafts, each with one of two adapters or none."""
+    model_dir = write_tiny_llama(tmp_path / "model")
+    runner, reference = device_runner(model_dir, wants_batch_invariance=invariant), cpu_runner(model_dir)
+    paths = [write_peft_adapter(model_dir, tmp_path / "all", rank=8, seed=1)]
+    paths.append(write_peft_adapter(model_dir, tmp_path / "two", rank=5, modules=["q_proj", "v_proj"], seed=2))
+    weights = [read_adapter(path, runner.config, max_rank=64) for path in paths]
+    ours, theirs = ([None, *map(one.adapter, weights)] for one in (runner, reference))
+    for batch in random_steps(2)[:8]:
+        numbers = [sequence.block_table[0] % 3 for sequence in batch]
+        steps = [
+            [dataclasses.replace(one, adapter=own[number]) for one, number in zip(batch, numbers, strict=True)]
+            for own in (ours, theirs)
+        ]
+        torch.testing.assert_close(runner.run(steps[0]), reference.run(steps[1]), rtol=1e-4, atol=1e-4)
 
 
 def test_more_rows_than_the_largest_step_are_split(tmp_path: Path):

@@ -382,7 +382,7 @@ class TorchEngine:
             kernels=config.torch.kernels,
             on_progress=self._on_load_progress,
         )
-        if self._max_loaded_adapters and isinstance(runner, ModelRunner):
+        if self._max_loaded_adapters:
             reader = PeftReader(runner.config, self._max_adapter_rank, runner.adapter)
             self._adapters = AdapterHost(reader, self._max_loaded_adapters)
         self._on_load_progress("vocabulary for guided decoding")

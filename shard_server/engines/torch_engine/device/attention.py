@@ -1,16 +1,18 @@
 """Attention over the block-based KV cache on an accelerator, in fixed shapes, so that a decode step can be recorded
-once.
+once, and no kernel is compiled while requests are served.
 
-Single rows (decoding, and every row where results must not depend on the batch) go through one of two kernels of the
-same meaning: Triton's (segment_kernels.py), which is what runs on a GPU, and a plain one that gathers, which says what
-is meant and runs anywhere. Prompts go through torch's attention over what was gathered.
+SingleRows of decoding attend by themselves, those of prompts in pieces, all prompts of a step together. There are two
+implementations of the same meaning: Triton kernels (segment_kernels.py, prompt_kernels.py), which run on a GPU, and a
+plain one that gathers, which says what is meant and runs anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -21,139 +23,127 @@ from shard_server.engines.torch_engine.operators.attention import Extent
 
 _MAX_KERNEL_ROWS = 256
 """The number of rows for which there is room for partial results at a time."""
-
-AttendRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
-"""(queries [rows, heads * head_dim], layer, tables int32 [rows, blocks], lengths int32 [rows], window) → [rows, heads *
-head_dim]. A row sees so many keys of its table, or the last `window` of them."""
+_PIECE_ROWS: Final = {2: 128, 4: 32}
+"""The rows of a product in a kernel of prompts, by the bytes of a number: a head of a token is a row."""
 
 
 @dataclasses.dataclass(slots=True)
-class Prompt:
-    """Rows of one sequence that attend together."""
+class SingleRows:
+    """SingleRows that attend by themselves."""
 
-    extent: Extent
-    block_rows: torch.Tensor
-    """int64 [layers, blocks]"""
-
-
-@dataclasses.dataclass(slots=True)
-class DevicePlan:
-    """The plan of every layer in one step."""
-
-    token_rows: torch.Tensor
-    """int64 [layers, tokens]: where the KV of each token is stored."""
     tables: torch.Tensor
-    """int32 [rows, blocks]: the block tables of the rows that attend individually; they come first."""
+    """int32 [rows, blocks]: the block table of each row's sequence"""
     lengths: torch.Tensor
-    """int32 [rows]"""
-    prompts: Sequence[Prompt] = ()
+    """int32 [rows]: the keys of each row, its own included"""
+
+    def to(self, device: torch.device) -> SingleRows:
+        return SingleRows(self.tables.to(device), self.lengths.to(device))
 
 
-class DeviceAttention:
-    """Attention of one model over one KV cache."""
+@dataclasses.dataclass(slots=True)
+class Prompts:
+    """SingleRows of prompts, in pieces of neighbouring ones."""
 
-    def __init__(self, config: LlamaConfig, cache: KvCache, attend_rows: AttendRows) -> None:
-        self._config = config
-        self._cache = cache
-        self._attend_rows = attend_rows
+    tables: torch.Tensor
+    """int32 [prompts, blocks]"""
+    pieces: torch.Tensor
+    """int32 [pieces, 4]: (prompt, first row, rows, position of the first row's token)"""
 
-    def prompt(self, extent: Extent) -> Prompt:
-        num_blocks = -(-extent.num_tokens // self._cache.block_size)
-        return Prompt(extent, self._cache.block_rows(extent.block_table[:num_blocks]))
+    def to(self, device: torch.device) -> Prompts:
+        return Prompts(self.tables.to(device), self.pieces.to(device))
 
-    def attend(self, plan: DevicePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`queries` [rows, heads * head_dim] (any row stride) → the same shape. The KV must be stored already."""
-        window = self._config.layer_windows[layer]
-        num_single = plan.tables.shape[0]
-        if num_single == queries.shape[0]:
-            return self._attend_rows(queries, layer, plan.tables, plan.lengths, window)
-        out = torch.zeros(queries.shape, dtype=queries.dtype, device=queries.device)
-        if num_single:
-            out[:num_single] = self._attend_rows(queries[:num_single], layer, plan.tables, plan.lengths, window)
-        for prompt in plan.prompts:
-            rows = slice(prompt.extent.first_row, prompt.extent.first_row + prompt.extent.num_new)
-            out[rows] = self._attend_prompt(prompt, layer, queries[rows], window)
-        return out
-
-    def _attend_prompt(self, prompt: Prompt, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
-        num_new, num_tokens = prompt.extent.num_new, prompt.extent.num_tokens
-        keys, values = gathered_keys_and_values(self._cache, prompt.block_rows[layer], 1)
-        keys, values = keys[:, :, :num_tokens], values[:, :, :num_tokens]
-        heads = queries.view(1, num_new, -1, self._config.head_dim).transpose(1, 2)
-        if window is not None:
-            position = torch.arange(num_tokens - num_new, num_tokens, device=queries.device)[:, None]
-            key = torch.arange(num_tokens, device=queries.device)
-            seen = (key <= position) & (key > position - window)
-            out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=seen, enable_gqa=True)
-        elif num_new == num_tokens:
-            out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
-        else:  # a bias that torch knows, so that its kernel needs no mask in memory
-            # Imported here because the import takes a second.
-            from torch.nn.attention.bias import causal_lower_right
-
-            bias = causal_lower_right(num_new, num_tokens)
-            out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=bias, enable_gqa=True)
-        return out.transpose(1, 2).reshape(num_new, -1)
+    def each_row(self) -> SingleRows:
+        """The same rows, each by itself."""
+        pieces = self.pieces.tolist()
+        num_rows = sum(num for _, _, num, _ in pieces)
+        tables = self.tables.new_zeros(num_rows, self.tables.shape[1])
+        lengths = self.tables.new_zeros(num_rows)
+        for prompt, first, num, position in pieces:
+            tables[first : first + num] = self.tables[prompt]
+            lengths[first : first + num] = torch.arange(position + 1, position + 1 + num)
+        return SingleRows(tables, lengths)
 
 
-def gathered_keys_and_values(
-    cache: KvCache, block_rows: torch.Tensor, num_sequences: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies [num_sequences, num_kv_heads, tokens, head_dim] of the blocks in `block_rows` (of one layer)."""
-    gathered = cache.new_gather_buffer(block_rows.shape[0])
-    cache.gather(block_rows, gathered)
-    return cache.keys_and_values(gathered, num_sequences)
+def prompts_of(extents: Sequence[Extent], max_rows: int) -> Prompts:
+    """Cut prompts into pieces of at most `max_rows` tokens, the ones with most keys first, since they take longest."""
+    tables = np.zeros((len(extents), max(len(extent.block_table) for extent in extents)), np.int32)
+    pieces: list[tuple[int, int, int, int]] = []
+    for index, extent in enumerate(extents):
+        tables[index, : len(extent.block_table)] = extent.block_table
+        for start in range(0, extent.num_new, max_rows):
+            num = min(max_rows, extent.num_new - start)
+            pieces.append((index, extent.first_row + start, num, extent.num_past + start))
+    pieces.sort(key=lambda piece: -(piece[2] + piece[3]))
+    return Prompts(torch.from_numpy(tables), torch.tensor(pieces, dtype=torch.int32))
 
 
-def gathering_rows(config: LlamaConfig, cache: KvCache) -> AttendRows:
+def piece_tokens(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """The tokens of a full piece."""
+    return max(1, _PIECE_ROWS[dtype.itemsize] // padded_group(config.num_heads // config.num_kv_heads))
+
+
+def padded_group(num_heads: int) -> int:
+    """The rows that the heads of one token take which share keys: a power of two."""
+    return 1 << (num_heads - 1).bit_length()
+
+
+AttendPaged = Callable[[SingleRows | Prompts, int, torch.Tensor, int | None], torch.Tensor]
+"""(rows, layer, queries [rows, heads * head_dim] with any row stride, window) → [rows, heads * head_dim]. A row sees
+the keys up to its own token, or the last `window` of them; they must be stored already."""
+
+
+def gathering_attention(config: LlamaConfig, cache: KvCache) -> AttendPaged:
     """Gathers the whole table of every row, whatever the rows' lengths are, which takes that much memory."""
 
-    def attend_rows(
-        queries: torch.Tensor, layer: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        num_rows = queries.shape[0]
-        block_rows = tables.reshape(-1).long() * config.num_layers + layer
-        keys, values = gathered_keys_and_values(cache, block_rows, num_rows)
+    def attend(part: SingleRows | Prompts, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
+        rows = part if isinstance(part, SingleRows) else part.each_row()
+        block_rows = rows.tables.reshape(-1).long() * config.num_layers + layer
+        gathered = cache.new_gather_buffer(block_rows.shape[0])
+        cache.gather(block_rows, gathered)
+        keys, values = cache.keys_and_values(gathered, len(rows.lengths))
         key = torch.arange(keys.shape[2], device=queries.device)
-        ends = lengths[:, None]
+        ends = rows.lengths[:, None]
         seen = key < ends if window is None else (key < ends) & (key >= ends - window)
-        heads = queries.reshape(num_rows, config.num_kv_heads, -1, config.head_dim)
+        heads = queries.reshape(len(rows.lengths), config.num_kv_heads, -1, config.head_dim)
         out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=seen[:, None, None])
-        return out.reshape(num_rows, -1)
+        return out.reshape(len(rows.lengths), -1)
 
-    return attend_rows
+    return attend
 
 
-def triton_rows(config: LlamaConfig, cache: KvCache, max_keys: int) -> AttendRows:
+def triton_attention(config: LlamaConfig, cache: KvCache, max_keys: int) -> AttendPaged:
     """Reads KV in place. Raises EngineError if Triton is not installed."""
     try:
-        from shard_server.engines.torch_engine.device import segment_kernels
+        from shard_server.engines.torch_engine.device import prompt_kernels, segment_kernels
     except ImportError as error:
         raise EngineError(f"device = 'cuda' needs Triton, which torch's CUDA builds bring: {error}") from error
 
     scratch = segment_kernels.SegmentScratch(
         _MAX_KERNEL_ROWS, config.num_heads, config.head_dim, max_keys, cache.pool.device
     )
+    sizes = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block_size": cache.block_size}
+    max_tokens = piece_tokens(config, cache.dtype)
 
-    def attend_rows(
-        queries: torch.Tensor, layer: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+    def attend(part: SingleRows | Prompts, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        if isinstance(part, Prompts):
+            prompt_kernels.attend_prompts(
+                queries, cache.pool, layer, part.tables, part.pieces, out, **sizes, max_tokens=max_tokens, window=window
+            )
+            return out
         for start in range(0, queries.shape[0], _MAX_KERNEL_ROWS):
             rows = slice(start, start + _MAX_KERNEL_ROWS)
             segment_kernels.attend_rows(
                 queries[rows],
                 cache.pool,
                 layer,
-                tables[rows],
-                lengths[rows],
+                part.tables[rows],
+                part.lengths[rows],
                 out[rows],
                 scratch,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                block_size=cache.block_size,
+                **sizes,
                 window=window,
             )
         return out
 
-    return attend_rows
+    return attend

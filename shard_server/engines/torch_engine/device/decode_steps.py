@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +21,8 @@ class DecodeRow:
     token_id: int
     position: int
     block_table: Sequence[int]
+    adapter: Any = None
+    """See ScheduledSequence."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,7 +46,7 @@ class DecodeSteps:
 
     def __init__(
         self,
-        compute: Callable[[DecodeInputs], torch.Tensor],
+        compute: Callable[[DecodeInputs, Sequence[Any] | None], torch.Tensor],
         *,
         sizes: Sequence[int],
         table_width: int,
@@ -53,7 +55,8 @@ class DecodeSteps:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`compute` returns float32 logits [rows, vocab_size] and reads nothing but its inputs and the KV cache.
+        """`compute` returns float32 logits [rows, vocab_size] and reads nothing but its inputs, the KV cache and
+        adapters by row, with which steps are not recorded.
         `sizes` are ascending. `spare_block` belongs to no sequence; padding rows write into it."""
         self.sizes = list(sizes)
         self._compute = compute
@@ -73,11 +76,12 @@ class DecodeSteps:
         """float32 logits [len(rows), vocab_size], valid until the next step. At most sizes[-1] rows."""
         size = next(size for size in self.sizes if size >= len(rows))
         self._stage(rows, size)
-        graph = self._graphs.get(size)
+        adapters = [row.adapter for row in rows] if any(row.adapter is not None for row in rows) else None
+        graph = self._graphs.get(size) if adapters is None else None
         if graph is not None:
             graph.replay()
         else:
-            self._step(size)
+            self._step(size, adapters)
         return self._logits[: len(rows)]
 
     def record(self, on_progress: Callable[[str], None]) -> None:
@@ -112,7 +116,7 @@ class DecodeSteps:
         # Blocking: the staged rows are overwritten by the next step.
         self._inputs[:size].copy_(self._staged[:size])
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, adapters: Sequence[Any] | None = None) -> None:
         header = self._inputs[:size, :_NUM_HEADER_COLUMNS].long()
         inputs = DecodeInputs(
             token_ids=header[:, _TOKEN],
@@ -121,7 +125,7 @@ class DecodeSteps:
             tables=self._inputs[:size, _NUM_HEADER_COLUMNS:],
             lengths=self._inputs[:size, _POSITION] + 1,
         )
-        self._logits[:size].copy_(self._compute(inputs))
+        self._logits[:size].copy_(self._compute(inputs, adapters))
 
 
 def step_sizes(max_rows: int, multiple: int = 1) -> list[int]:

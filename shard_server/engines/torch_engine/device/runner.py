@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
 from shard_server.engines.base import EngineError
@@ -15,13 +16,18 @@ from shard_server.engines.torch_engine.arithmetic import DTYPES
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.device.attention import (
-    DeviceAttention,
-    DevicePlan,
-    gathering_rows,
-    triton_rows,
+    AttendPaged,
+    Prompts,
+    SingleRows,
+    gathering_attention,
+    piece_tokens,
+    prompts_of,
+    triton_attention,
 )
 from shard_server.engines.torch_engine.device.decode_steps import DecodeInputs, DecodeRow, DecodeSteps, step_sizes
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.lora.peft import LoraWeights
+from shard_server.engines.torch_engine.lora.torch_adapter import AdaptedRows, TorchAdapter
 from shard_server.engines.torch_engine.memory import kv_block_bytes
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
@@ -58,8 +64,11 @@ class DeviceRunner:
         weights: dict[str, torch.Tensor],
         options: DeviceOptions,
         on_progress: OnProgress = lambda _message: None,
+        make_attention: Callable[[LlamaConfig, KvCache], AttendPaged] | None = None,
     ) -> None:
-        """Consumes `weights`. Raises EngineError and torch.OutOfMemoryError."""
+        """Consumes `weights`. `make_attention` defaults to what is fastest on the device. Raises EngineError and
+        torch.OutOfMemoryError."""
+        self.config = config
         self._device = device = options.device
         dtype = str(options.dtype).removeprefix("torch.")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -98,9 +107,13 @@ class DeviceRunner:
                 device=device,
             )
             width = -(-self.max_model_len // self._block_size)
-            make_rows = functools.partial(triton_rows, max_keys=width * self._block_size)
-            attend_rows = (make_rows if device.type == "cuda" else gathering_rows)(config, self._cache)
-            self._attention = DeviceAttention(config, self._cache, attend_rows)
+            attends = make_attention or (
+                functools.partial(triton_attention, max_keys=width * self._block_size)
+                if device.type == "cuda"
+                else gathering_attention
+            )
+            self._attend = attends(config, self._cache)
+            self._piece_tokens = piece_tokens(config, options.dtype)
             self._decode_steps = DecodeSteps(
                 self._decode,
                 sizes=step_sizes(options.max_rows, self._multiple),
@@ -129,7 +142,8 @@ class DeviceRunner:
                 places.append((False, len(decodes), num_logits))
                 first = sequence.num_computed_tokens
                 table = sequence.block_table
-                decodes += [DecodeRow(token, first + i, table) for i, token in enumerate(sequence.token_ids)]
+                own = sequence.adapter
+                decodes += [DecodeRow(token, first + i, table, own) for i, token in enumerate(sequence.token_ids)]
             else:
                 prompts.append(sequence)
                 if num_logits:
@@ -146,6 +160,10 @@ class DeviceRunner:
         """Returns what ModelRunner.hidden_states does, in the memory of the CPU."""
         return self._hidden_states
 
+    def adapter(self, weights: LoraWeights) -> TorchAdapter:
+        """An adapter in the form in which ScheduledSequence has it. Called in any thread."""
+        return TorchAdapter(weights, self._device)
+
     def _run_decodes(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         largest = self._decode_steps.sizes[-1]
         if len(rows) <= largest:
@@ -158,71 +176,67 @@ class DeviceRunner:
     def _no_logits(self) -> torch.Tensor:
         return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self._device)
 
-    def _decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        plan = DevicePlan(self._cache.token_rows(inputs.slots), inputs.tables, inputs.lengths)
-        all_rows = torch.arange(inputs.token_ids.shape[0], device=self._device)
-        return self._forward(inputs.token_ids, inputs.positions, all_rows, plan)
+    def _decode(self, inputs: DecodeInputs, adapters: Sequence[TorchAdapter | None] | None) -> torch.Tensor:
+        rows = SingleRows(inputs.tables, inputs.lengths)
+        x = self._last_layer(inputs.token_ids, inputs.positions, inputs.slots, rows, adapters)
+        return self._model.logits(x, torch.arange(len(inputs.token_ids), device=self._device))
 
     def _run_prompts(self, prompts: Sequence[ScheduledSequence]) -> torch.Tensor:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        logit_rows: list[int] = []
+        num_tokens = sum(len(sequence.token_ids) for sequence in prompts)
+        num_padding = -num_tokens % self._multiple
+        # Padding rows are a prompt of one token each, in the spare block.
+        inputs = np.zeros((3, num_tokens + num_padding), np.int64)
+        token_ids, positions, slots = inputs
+        slots[num_tokens:] = self.num_blocks * self._block_size
         extents: list[Extent] = []
+        logit_rows: list[int] = []
+        first = 0
         for sequence in prompts:
-            num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
-            extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
-            token_ids += sequence.token_ids
-            logit_rows += range(len(token_ids) - sequence.num_logits, len(token_ids))
-            for position in range(num_past, num_past + num_new):
-                block, offset = divmod(position, self._block_size)
-                positions.append(position)
-                slots.append(sequence.block_table[block] * self._block_size + offset)
+            num_past, end = sequence.num_computed_tokens, first + len(sequence.token_ids)
+            extents.append(Extent(first, end - first, num_past, sequence.block_table))
+            token_ids[first:end] = sequence.token_ids
+            positions[first:end] = position = np.arange(num_past, num_past + end - first)
+            block, offset = np.divmod(position, self._block_size)
+            slots[first:end] = np.asarray(sequence.block_table)[block] * self._block_size + offset
+            logit_rows += range(end - sequence.num_logits, end)
+            first = end
+        extents += [Extent(row, 1, 0, [self.num_blocks]) for row in range(num_tokens, num_tokens + num_padding)]
         num_logits = len(logit_rows)
-        logit_rows += [0] * (self._padded(num_logits) - num_logits)
-        padding = [0] * (self._padded(len(token_ids)) - len(token_ids))
-        slots += [self.num_blocks * self._block_size] * len(padding)
-        token_ids, positions = token_ids + padding, positions + padding
-        lengths = [position + 1 for position in positions] if self._rows_alone else []
-        plan = DevicePlan(
-            token_rows=self._cache.token_rows(slots),
-            tables=self._tables(extents if self._rows_alone else (), len(padding)).to(self._device),
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=self._device),
-            prompts=() if self._rows_alone else [self._attention.prompt(extent) for extent in extents],
-        )
-        x = self._model.last_layer(
-            torch.tensor(token_ids, device=self._device),
-            torch.tensor(positions, device=self._device),
-            plan.token_rows,
-            functools.partial(self._attention.attend, plan),
-            self._cache,
+        logit_rows += [0] * (-num_logits % self._multiple)
+        part = prompts_of(extents, self._piece_tokens)
+        of_row = [sequence.adapter for sequence in prompts for _ in sequence.token_ids]
+        on_device = torch.from_numpy(inputs).to(self._device)
+        x = self._last_layer(
+            on_device[0],
+            on_device[1],
+            on_device[2],
+            (part.each_row() if self._rows_alone else part).to(self._device),
+            of_row if any(adapter is not None for adapter in of_row) else None,
         )
         self._hidden_states = [
             self._model.hidden_states(x[extent.first_row : extent.first_row + extent.num_new]).cpu()
-            for extent, sequence in zip(extents, prompts, strict=True)
+            for extent, sequence in zip(extents, prompts, strict=False)
             if sequence.wants_hidden_states
         ]
         return self._model.logits(x, torch.tensor(logit_rows, device=self._device, dtype=torch.int64))[:num_logits]
 
-    def _tables(self, extents: Sequence[Extent], num_padding: int) -> torch.Tensor:
-        """int32 [rows, blocks]: the block table of each token's sequence."""
-        widths = [len(extent.block_table) for extent in extents]
-        if not widths:
-            return torch.zeros(0, 1, dtype=torch.int32)
-        tables = torch.zeros(len(extents) + 1, max(widths), dtype=torch.int32)
-        for index, extent in enumerate(extents):
-            tables[index, : widths[index]] = torch.tensor(extent.block_table)
-        tables[-1] = self.num_blocks
-        return tables.repeat_interleave(torch.tensor([*(extent.num_new for extent in extents), num_padding]), dim=0)
-
-    def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, plan: DevicePlan
+    def _last_layer(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        part: SingleRows | Prompts,
+        adapters: Sequence[TorchAdapter | None] | None,
     ) -> torch.Tensor:
-        attend = functools.partial(self._attention.attend, plan)
-        return self._model.forward(token_ids, positions, logit_rows, plan.token_rows, attend, self._cache)
-
-    def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // self._multiple) * self._multiple
+        windows = self.config.layer_windows
+        return self._model.last_layer(
+            token_ids,
+            positions,
+            self._cache.token_rows(slots),
+            lambda layer, queries: self._attend(part, layer, queries, windows[layer]),
+            self._cache,
+            None if adapters is None else AdaptedRows(adapters, self._device),
+        )
 
     def _default_num_blocks(self, config: LlamaConfig, options: DeviceOptions) -> int:
         if self._device.type != "cuda":

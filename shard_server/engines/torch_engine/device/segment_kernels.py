@@ -8,7 +8,7 @@ on its own keys only, not on how many rows there are or how they were scheduled.
 
 # Triton compiles kernels from their source: no postponed annotations, and types that checkers cannot infer.
 # ruff: noqa: N803
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -20,8 +20,8 @@ _MIN_DOT_ROWS = 16
 """The number of rows of a product on tensor cores; the heads that share keys are its rows."""
 
 
-@triton.jit
-def _attend_segment(
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "lengths"])
+def attend_segment(
     queries,
     pool,
     tables,
@@ -88,8 +88,8 @@ def _attend_segment(
         tl.store(sums + part[:, None] * HEAD_DIM + columns[None, :], total, mask=is_head & is_column)
 
 
-@triton.jit
-def _merge_segments(
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
+def merge_segments(
     sums,
     maxima,
     weights,
@@ -158,7 +158,7 @@ def attend_rows(
     num_segments = min(scratch.num_segments, -(-tables.shape[1] * block_size // SEGMENT_KEYS))
     head_padded = max(16, triton.next_power_of_2(head_dim))
     window_size = window or 0
-    _attend_segment[(num_rows, num_kv_heads, num_segments)](
+    attend_segment[(num_rows, num_kv_heads, num_segments)](
         queries,
         pool,
         tables,
@@ -183,7 +183,7 @@ def attend_rows(
         TILE=_TILE_KEYS,
         PRECISION="ieee",
     )
-    _merge_segments[(num_rows, num_kv_heads * group)](
+    merge_segments[(num_rows, num_kv_heads * group)](
         scratch.sums,
         scratch.maxima,
         scratch.weights,

@@ -16,12 +16,14 @@ from shard_server.engines.torch_engine.lora.peft import LoraWeights, Part
 from shard_server.engines.torch_engine.operators.linear import INVARIANT_ROWS
 
 _RANK_STEP: Final = 16
+_CPU: Final = torch.device("cpu")
 
 
 class TorchAdapter:
-    def __init__(self, weights: LoraWeights) -> None:
+    def __init__(self, weights: LoraWeights, device: torch.device = _CPU) -> None:
         self.parts: Mapping[Part, tuple[torch.Tensor, torch.Tensor]] = {
-            part: (_padded(a).T.contiguous(), _padded(b.T)) for part, (a, b) in weights.parts.items()
+            part: (_padded(a).T.contiguous().to(device), _padded(b.T).to(device))
+            for part, (a, b) in weights.parts.items()
         }
         """A [in_features, rank] and B [rank, out_features], float32, the rank padded with zeros."""
 
@@ -55,8 +57,8 @@ class Gated(Protocol):
 class AdaptedRows:
     """Groups the rows of a step by their adapters. Called by the model's forward pass after each product."""
 
-    def __init__(self, adapters: Sequence[TorchAdapter | None]) -> None:
-        """`adapters`: by row."""
+    def __init__(self, adapters: Sequence[TorchAdapter | None], device: torch.device = _CPU) -> None:
+        """`adapters`: by row. `device`: where the rows are."""
         of_adapter: dict[TorchAdapter, list[int]] = {}
         for row, adapter in enumerate(adapters):
             if adapter is not None:
@@ -65,7 +67,8 @@ class AdaptedRows:
         """Adapters with their rows, and with these padded to a multiple of INVARIANT_ROWS."""
         for adapter, rows in of_adapter.items():
             padded = rows + rows[:1] * (-len(rows) % INVARIANT_ROWS)
-            self._groups.append((adapter, torch.tensor(rows), torch.tensor(padded)))
+            indices = torch.tensor(padded, device=device)
+            self._groups.append((adapter, indices[: len(rows)], indices))
 
     def add(self, layer: int, modules: Mapping[str, slice], x: torch.Tensor, out: torch.Tensor) -> None:
         """Add what adapters change to the columns of `out` [rows, ..] that `modules` names, for inputs `x`."""

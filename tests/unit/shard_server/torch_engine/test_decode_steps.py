@@ -24,7 +24,7 @@ def test_rows_reach_the_step_and_padding_touches_no_sequences_blocks():
     """A padding row writes KV, too: into the spare block, never into a block of a sequence."""
     seen: list[DecodeInputs] = []
 
-    def compute(inputs: DecodeInputs) -> torch.Tensor:
+    def compute(inputs: DecodeInputs, _adapters: object) -> torch.Tensor:
         seen.append(inputs)
         return inputs.token_ids[:, None].float().expand(-1, 3)
 
