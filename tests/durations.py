@@ -28,7 +28,7 @@ BUDGET_SECONDS: Final = {
     "tests/e2e": 415,
     "tests/fuzz": 14,
     "tests/integration": 505,
-    "tests/lab": 91,
+    "tests/lab": 95,
     "tests/property": 63,
     "tests/unit": 137,
 }
