@@ -13,6 +13,7 @@ side_call.py   limits of calls that compute no answer
 tenant_usage.py   prices and budgets of callers, in a fabric with tenants
 orchestrator_link.py  asks the orchestrator for stored objects
 known_contexts.py  what it has told, for when it is away
+cells/         other cells that may have requests, and where they begin soonest
 sockets/       OpenAI's Responses API over WebSocket
 state/         the paths whose objects the orchestrator stores
 formatting/    what the response formats of all APIs have in common

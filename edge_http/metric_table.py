@@ -28,6 +28,11 @@ GEN_AI_SERVER_TIME_TO_FIRST_TOKEN_SECONDS: Final = TABLE.histogram(
 CASCADE_DISCARDED_TOKENS: Final = TABLE.counter(
     "kvloom_edge_cascade_discarded_tokens", "tokens", "Tokens of candidates of cascades that did not pass a test, or "
     "failed: no client got them.", "route", "model", "reason")
+CELL_REQUESTS: Final = TABLE.counter(
+    "kvloom_edge_cell_requests", "requests", "Requests that a cell has got; one that moved counts for both.", "cell")
+CELL_ROUND_TRIP: Final = TABLE.gauge(
+    "kvloom_edge_cell_round_trip_seconds", "seconds", "How long a router of the cell takes to answer: the shortest of "
+    "the latest times.", "cell")
 CLIENT_DISCONNECTS: Final = TABLE.counter(
     "kvloom_edge_client_disconnects", "clients", "Clients that went away before their answer ended.")
 CONTINUED_ANSWERS: Final = TABLE.counter(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import prometheus_client
@@ -87,6 +87,15 @@ class EdgeMetrics:
                 table.ORPHANED_REQUESTS.collected(group.num_given_up),
                 table.PARKED_REQUESTS.collected(group.num_parked),
             ),
+        )
+
+    def watch_cells(
+        self, num_requests: Mapping[tuple[str], int], round_trips: Callable[[], Mapping[tuple[str], float]]
+    ) -> None:
+        """Show what cells have got, and how far they are, in seconds."""
+        CollectorOf(
+            self._registry,
+            lambda: (table.CELL_REQUESTS.collected(num_requests), table.CELL_ROUND_TRIP.collected(round_trips())),
         )
 
     def on_response(self, route: str, status: int) -> None:

@@ -55,6 +55,7 @@ class ErrorReason(enum.IntEnum):
     RESPONSE_UNAVAILABLE = 53
     REQUEST_QUARANTINED = 54
     ORCHESTRATOR_UNAVAILABLE = 55
+    CELL_UNAVAILABLE = 56
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorReason | None:

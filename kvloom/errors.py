@@ -88,6 +88,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_AUTH_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "auth_unavailable"),
     _R.ERROR_REASON_CONTROL_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "control_unavailable"),
     _R.ERROR_REASON_ORCHESTRATOR_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "orchestrator_unavailable"),
+    _R.ERROR_REASON_CELL_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "cell_unavailable"),
     _R.ERROR_REASON_RESPONSE_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "response_unavailable"),
     _R.ERROR_REASON_REQUEST_QUARANTINED: ErrorKind("FAILED_PRECONDITION", 422, "api_error", "request_quarantined"),
     _R.ERROR_REASON_INTERNAL: ErrorKind("INTERNAL", 500, "api_error", "internal_error"),

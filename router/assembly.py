@@ -149,6 +149,7 @@ def assemble(
         catalogue.adapter_named,
         salts,
         _kv_share_of(config, callers, trust),
+        identities.tenants.check_residency if identities is not None and config.fabric.cell else None,
         meters_usage=config.control.enabled,
         caches_results=config.router.result_cache.enabled,
         gives_receipts=config.router.receipts.enabled,

@@ -60,6 +60,7 @@ class RequestBuilder:
         adapter_named: Callable[[str], tuple[str, Adapter] | None] = lambda _: None,
         cache_salts: CacheSalts = NO_SALTS,
         kv_share_of: Callable[[str], KvShare | None] | None = None,
+        check_residency: Callable[[str], None] | None = None,
         *,
         meters_usage: bool = False,
         caches_results: bool = False,
@@ -76,6 +77,8 @@ class RequestBuilder:
         self._tickets = tickets
         self._meters_usage = meters_usage
         self._extras: list[Extra] = []
+        if check_residency is not None:
+            self._extras.append(partial(_check_residency, check_residency))
         if kv_share_of is not None:
             self._extras.append(partial(_share, kv_share_of))
         if meters_usage:
@@ -222,6 +225,12 @@ class RequestBuilder:
 
 
 # -- what features add ------------------------------------------------------------------------------------------------
+
+
+def _check_residency(check_residency: Callable[[str], None], request: Request, *_: object) -> Mapping[str, Any]:
+    """Raises KvloomError."""
+    check_residency(request.tenant)
+    return {}
 
 
 def _share(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -40,18 +40,17 @@ from safety_svc.classify import broken_categories
 from safety_svc.connection import Found, ScreenConnection, excerpt_of, finding, prompt_judge
 from safety_svc.guardrails import AskModel, Guardrails, no_model
 from safety_svc.masks import masks_of
-from safety_svc.metrics import PROMPTS, STREAMS
+from safety_svc.metrics import STREAMS
 from safety_svc.policy import Hit, PolicyError, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
 from safety_svc.rule_modes import Mode, UnknownGuardrailError
 from safety_svc.rule_plugins import RuleFailedError
-from safety_svc.screen import CHARS_PER_SLICE, AnswerScreener, check_long_prompt, check_prompt, is_long
+from safety_svc.screen import CHARS_PER_SLICE, AnswerScreener, check_long_prompt
 
 log = structlog.get_logger()
 
 
 SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
-MAX_PROMPT_CHARS: Final = 8 * 2**20
 MAX_TEXTS: Final = 256
 MAX_TEXTS_CHARS: Final = 2**20
 STOP_GRACE_SECONDS: Final = 1.0
@@ -77,40 +76,6 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
     async def drain(self) -> None:
         """Ask all routers to connect to another safety service."""
         await asyncio.gather(*(connection.drain() for connection in self._connections))
-
-    async def CheckPrompt(  # noqa: N802  (gRPC's name)
-        self,
-        request: safety_service_pb2.CheckPromptRequest,
-        context: grpc.aio.ServicerContext[
-            safety_service_pb2.CheckPromptRequest, safety_service_pb2.CheckPromptResponse
-        ],
-    ) -> safety_service_pb2.CheckPromptResponse:
-        if len(request.text) > MAX_PROMPT_CHARS:
-            message = f"text has more than {MAX_PROMPT_CHARS} characters."
-            error = KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="text")
-            await abort(context, error)
-        PROMPTS.inc()
-        policy = self._policy_file.current
-        text = request.text
-        check = check_long_prompt if is_long(text) else check_prompt
-        judge = prompt_judge(policy, request.tenant, ())
-        found = check(policy.prompt, text, judge)
-        hit = await found if isinstance(found, Awaitable) else found
-        if hit is None and policy.guardrails:
-            hit = await self._guardrails.judge(policy, text, judge, {"tenant": request.tenant}, self._ask_model())
-        subject = policy.revision, request_fields(tenant=request.tenant)
-        for name, mode in judge.flagged.items():
-            self._audit(Found("prompt", name, False, *subject, needs_review=mode == "review"))
-        if hit is None:
-            return safety_service_pb2.CheckPromptResponse(
-                decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
-            )
-        if hit.is_failure:
-            await abort(context, _rule_failed())
-        self._audit(Found("prompt", hit.rule.name, True, *subject, excerpt=excerpt_of(text, hit)))
-        return safety_service_pb2.CheckPromptResponse(
-            decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit), policy_revision=policy.revision
-        )
 
     async def Classify(  # noqa: N802  (gRPC's name)
         self,

@@ -49,6 +49,7 @@ organisations = sa.Table(
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("quotas", sa.JSON, nullable=False, server_default="{}"),
+    sa.Column("residency", sa.JSON, nullable=False, server_default="[]"),
 )
 
 # The tenants. The id is ORGANISATION/PROJECT.
@@ -66,6 +67,7 @@ projects = sa.Table(
     sa.Column("operator_set", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("residency", sa.JSON, nullable=False, server_default="[]"),
 )
 
 users = sa.Table(

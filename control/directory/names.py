@@ -1,4 +1,4 @@
-"""Checks names, times, scopes, models and priority classes. All functions return what they were given, or raise
+"""Checks names, times, scopes, models, cells and priority classes. All functions return what they were given, or raise
 KvloomError (INVALID_ARGUMENT) that names the field."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MAX_MODELS_BYTES: Final = 16 * 2**10
 """The names of one entry have at most so many bytes together, in UTF-8: every edge and router keeps them."""
 MAX_CLASSES: Final = 18
 """Those that may be declared (docs/concepts/scheduling.md), and the built-in ones."""
+MAX_CELLS: Final = 16
 MAX_TIME: Final = 253_402_300_800.0
 """The year 10000."""
 
@@ -104,6 +105,16 @@ def models(patterns: Sequence[str], field: str, before: Sequence[str] = ()) -> l
     if sum(len(pattern.encode()) for pattern in patterns) > MAX_MODELS_BYTES:
         raise invalid_argument(f"The models have at most {MAX_MODELS_BYTES} bytes together.", field)
     return list(dict.fromkeys(patterns))
+
+
+def residency(cells: Sequence[str], field: str, before: Sequence[str] = ()) -> list[str]:
+    """Checks number and form: which cells there are is known to edges alone. `before`: those that a change replaces."""
+    if list(cells) == ["*"]:
+        return []
+    require_some(cells, before, field)
+    if len(cells) > MAX_CELLS:
+        raise invalid_argument(f"There are at most {MAX_CELLS} cells.", field)
+    return list(dict.fromkeys(organisation_id(cell, field) for cell in cells))
 
 
 def priority_classes(given: Sequence[str], field: str) -> list[str]:

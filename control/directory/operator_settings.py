@@ -21,8 +21,8 @@ NOTHING: Final[Mapping[str, Any]] = {COLUMN: {}}
 """A row that the operator has set nothing of."""
 REVOKED: Final = "revoked"
 """In `operator_set` of an identity: the operator has ended it."""
-_LISTS: Final = ("models", "priority_classes", "scopes")
-"""Columns that say what is allowed. Of the first two an empty one allows everything."""
+_LISTS: Final = ("models", "priority_classes", "residency", "scopes")
+"""Columns that say what is allowed. But for the last one, an empty one allows everything."""
 
 
 def settled(

@@ -38,6 +38,7 @@ async def insert(change: DirectoryChange, organisation_id: str, **columns: Any) 
     (FAILED_PRECONDITION) if there was one."""
     await change.require_unused("organisation", organisation_id)
     defaults = {"tier": None, "limits": {}, **priority_classes.NONE_GIVEN, "disabled": False, "quotas": {}}
+    defaults["residency"] = []
     row = {"id": organisation_id, **defaults, "created_at": change.now, **columns}
     await change.connection.execute(sa.insert(organisations).values(row))
     change.touch("organisation", [organisation_id])
@@ -87,6 +88,7 @@ def _readers(change: DirectoryChange, before: Row, tiers: Mapping[str, Any]) -> 
     """See AccountKind.readers."""
     return {
         **ORGANISATION.readers(change, before, tiers),
+        "residency": lambda one: names.residency(one.residency, "organisation.residency", before.get("residency", ())),
         "disabled": lambda one: one.disabled,
         "quotas": lambda one: quotas.stored(one.quotas),
     }

@@ -26,7 +26,9 @@ ENTRY_BYTES: Final = 256
 """An entry counts as so many bytes beside the texts that were given for it."""
 KEPT_TIMES: Final = 10
 """So many times the quota are kept of keys that have ended, and of ids of projects and users that were used."""
-_TEXTS: Final = ("name", "scopes", "models", "priority_classes", "default_priority_class", "limits", "cache_scope")
+_TEXTS: Final = (
+    *("name", "scopes", "models", "priority_classes", "default_priority_class", "limits", "cache_scope", "residency"),
+)
 _COUNTED: Final = {"key": "max_keys", "tenant": "max_projects", "user": "max_users"}
 
 

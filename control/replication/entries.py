@@ -27,11 +27,12 @@ def _columns(table: sa.Table, names: str) -> list[sa.Column[Any]]:
 
 
 _ORGANISATIONS: Final = sa.select(
-    *_columns(organisations, "id tier limits disabled priority_classes default_priority_class")
+    *_columns(organisations, "id tier limits disabled priority_classes default_priority_class residency")
 )
 _TENANTS: Final = sa.select(
     *_columns(
-        projects, "id tier limits operator_set cache_scope models disabled priority_classes default_priority_class"
+        projects,
+        "id tier limits operator_set cache_scope models disabled priority_classes default_priority_class residency",
     )
 )
 _ENDED: Final = 1.0
@@ -71,8 +72,9 @@ async def read_organisations(
             disabled=disabled,
             priority_classes=classes,
             default_priority_class=default,
+            residency=residency,
         )
-        for one, tier, limits, disabled, classes, default in rows
+        for one, tier, limits, disabled, classes, default, residency in rows
     ]
 
 
@@ -89,8 +91,9 @@ async def read_tenants(
             disabled=disabled,
             priority_classes=classes,
             default_priority_class=default,
+            residency=residency,
         )
-        for one, tier, limits, operator_set, cache_scope, models, disabled, classes, default in rows
+        for one, tier, limits, operator_set, cache_scope, models, disabled, classes, default, residency in rows
     ]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from edge_http import metric_table as table
+from edge_http.cells.other_cells import OtherCells, no_residency
 from edge_http.edge import Edge
 from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
@@ -109,10 +110,25 @@ async def serve_edge(
     tracer = open_tracer(config.tracing, "edge", name)
     if tracer is not None:
         edge.tracing = EdgeTracing(tracer)
+    cells = None
+    if config.edge.cells and group is not None:
+        residency = no_residency if callers.identities is None else callers.identities.tenants.residency
+        cells = OtherCells(config, group, edge.metrics, residency, trust.sealer)
+        group.use_cells(cells, {})
     rollouts = RolloutFollower(config, trust.sealer, routes)
     catalogue_follower = None if group is None else CatalogueFollower(catalogue, group)
     succession = SuccessionFollower(catalogue, routes, link)
-    watchers = (catalogue_follower, followed, rollouts, succession, edge.usage, edge.witness, edge.orchestrator, tracer)
+    watchers = (
+        catalogue_follower,
+        followed,
+        rollouts,
+        succession,
+        edge.usage,
+        edge.witness,
+        edge.orchestrator,
+        tracer,
+        cells,
+    )
     async with following(*filter(None, watchers)):
         await _serve(edge, callers, config, listen_options, stop, on_ready, trust, name)
 

@@ -22,7 +22,7 @@ from kvloom.backoff import Backoff
 from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
-from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
+from kvloom.router_link.members import CellOrder, NewLink, RouterMember, RouterMembers
 from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedRequest
 from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel, open_plain_channel
@@ -72,6 +72,10 @@ class RouterGroup:
         once. `tells_refusals`: callers learn why the routers refuse this process. Those of an edge do not, since it has
         credentials of its own."""
         self._members = RouterMembers(client_id, new_link, self._on_members_change, open_channel)
+        self._cells: CellOrder | None = None
+        self._routers: dict[str, str] = {}
+        self._other_routers: dict[str, str] = {}
+        """Those of other cells."""
         self._reattach_seconds = reattach_seconds
         self._tells_refusals = tells_refusals
         self._loop = asyncio.get_running_loop()
@@ -109,8 +113,19 @@ class RouterGroup:
     def set_routers(self, routers: Mapping[str, str]) -> None:
         """Replace the set of routers: by address, the incarnation that listens there ("": any). A router that is no
         longer in the set is dropped once its requests have ended."""
-        self._members.wanted = dict(routers)
+        self._routers = dict(routers)
+        self._members.wanted = {**self._other_routers, **self._routers}
         self._wake.set()
+
+    def use_cells(self, cells: CellOrder, routers: Mapping[str, str]) -> None:
+        """Let other cells have requests, too, whose routers are these (as for `set_routers`)."""
+        self._cells, self._other_routers = cells, dict(routers)
+        self.set_routers(self._routers)
+
+    @property
+    def connected_links(self) -> dict[str, GrpcRouterLink]:
+        """By address."""
+        return self._members.connected_links
 
     @property
     def fleet(self) -> FleetState:
@@ -148,9 +163,9 @@ class RouterGroup:
         if request.partial_choices and not request.is_new:
             self._park(tracked)
             return tracked.handle
-        member = self._members.pick(request.wanted.model, tracked.affinity_key)
+        member = self._pick(tracked)
         if member is None:
-            raise self.refusal or self._members.unavailable_error()
+            raise self._residency_refusal(tracked) or self.refusal or self._members.unavailable_error()
         self._attach(tracked, member)
         return tracked.handle
 
@@ -169,19 +184,25 @@ class RouterGroup:
 
     async def moderate(self, request: ModerateRequest) -> ModerateResponse:
         """Moderates as RouterLink does: any router can answer, because all use the same safety service."""
-        if not self._members.available:
-            raise self.refusal or self._members.unavailable_error()
-        return await self._random.choice(self._members.available).link.moderate(request)
+        return await self._any_link().moderate(request)
 
     async def charge_call(self, request: ChargeCallRequest) -> ChargeCallResponse:
         """Charges as RouterLink does: any router can answer, because all share the limits."""
-        if not self._members.available:
+        return await self._any_link().charge_call(request)
+
+    def _any_link(self) -> GrpcRouterLink:
+        """A link for a call that any router of the own cell can answer. Another cell gets none, since such a call does
+        not say which cells may have its texts. Raises KvloomError."""
+        available = self._members.available
+        if self._cells is not None:
+            available = [member for member in available if member.address not in self._other_routers]
+        if not available:
             raise self.refusal or self._members.unavailable_error()
-        return await self._random.choice(self._members.available).link.charge_call(request)
+        return self._random.choice(available).link
 
     async def ask_all(self, method: str, request: Any) -> list[Any]:
         """Asks as RouterLink does."""
-        links = self._members.connected_links
+        links = self._members.connected_links.values()
         if not links:
             raise self.refusal or self._members.unavailable_error()
         answers = await asyncio.gather(*(link.ask_all(method, request) for link in links), return_exceptions=True)
@@ -269,6 +290,8 @@ class RouterGroup:
         member.handles[tracked.handle] = handle
         self._attached[tracked.handle] = (tracked, member)
         tracked.on_submitted(member.link.identity.link_id)
+        if self._cells is not None:
+            self._cells.note_sent(tracked.request, member.address)
 
     def _detach(self, tracked: TrackedRequest) -> None:
         attached = self._attached.pop(tracked.handle, None)
@@ -280,6 +303,14 @@ class RouterGroup:
         pause_seconds = self._backoff.delay_seconds(tracked.num_refusals)
         heapq.heappush(self._due, (self.now() + pause_seconds, tracked.handle))
         self._wake.set()
+
+    def _pick(self, tracked: TrackedRequest) -> RouterMember | None:
+        if self._cells is None:
+            return self._members.pick(tracked.request.wanted.model, tracked.affinity_key)
+        return self._members.pick_in(self._cells, tracked.request, tracked.affinity_key)
+
+    def _residency_refusal(self, tracked: TrackedRequest) -> KvloomError | None:
+        return None if self._cells is None else self._cells.refusal(tracked.request.submit.tenant)
 
     # -- finding another router ---------------------------------------------------------------------------------------
 
@@ -318,7 +349,7 @@ class RouterGroup:
         """Returns whether the request was sent to a router."""
         lost_at = tracked.lost_at
         assert lost_at is not None
-        member = self._members.pick(tracked.request.wanted.model, tracked.affinity_key)
+        member = self._pick(tracked)
         if member is not None and tracked.request.wanted.model in member.ready_models:
             del self._parked[tracked.handle]
             try:
@@ -353,6 +384,8 @@ class RouterGroup:
         """The last rejection if a router has rejected the request, otherwise that its router was lost."""
         if tracked.error.reason not in LOSSES:
             return KvloomError.from_proto(tracked.error)
+        if (refusal := self._residency_refusal(tracked)) is not None:
+            return refusal
         message = f"The router was lost, and no other one took over within {self._reattach_seconds:g} seconds."
         return KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
 

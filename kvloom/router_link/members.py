@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import xxhash
 
 from kvloom.adapters import adapter_names
 from kvloom.errors import KvloomError
 from kvloom.router_link.identity import MAX_DELEGATED_LOSSES, LinkIdentity, note_bounded
-from kvloom.router_link.link import GrpcRouterLink
+from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
@@ -23,6 +23,26 @@ MAX_IDENTITIES: Final = 4 * MAX_ROUTERS
 NewLink = Callable[[str, str, Callable[[], None], OpenChannel], GrpcRouterLink]
 """Makes a link from an address, the client id, a function to call when the fleet or the connection has changed, and one
 that opens channels."""
+
+
+class CellOrder(Protocol):
+    """Chooses among cells, each of which has some of the routers (docs/operate/regions.md)."""
+
+    def cell_of(self, address: str) -> str:
+        """Returns the cell of a router."""
+        ...
+
+    def order(self, request: LinkRequest) -> Sequence[str]:
+        """Returns the cells that may have the request, the best first."""
+        ...
+
+    def note_sent(self, request: LinkRequest, address: str) -> None:
+        """Called when the router at the address has got the request."""
+        ...
+
+    def refusal(self, tenant: str) -> KvloomError | None:
+        """Returns why no router can have a request of the tenant, if that is because not every cell may."""
+        ...
 
 
 class RouterMember:
@@ -126,19 +146,28 @@ class RouterMembers:
         return list(dict.fromkeys([*(member.address for member in self.available), *connected, *self.wanted]))
 
     @property
-    def connected_links(self) -> list[GrpcRouterLink]:
-        return [member.link for member in self._members.values() if member.link.connected]
+    def connected_links(self) -> dict[str, GrpcRouterLink]:
+        """By address."""
+        return {member.address: member.link for member in self._members.values() if member.link.connected}
 
     def pick(self, model: str, affinity_key: bytes) -> RouterMember | None:
         """The router for a request; None when none is available."""
         available = self.available
         if len(available) < 2:
             return available[0] if available else None
-        views = [
-            RouterView(m.address, m.salt, model in m.ready_models, len(m.handles), m.link.silent_seconds)
-            for m in available
-        ]
-        picked = pick_router(views, affinity_key)
+        picked = pick_router([_view(member, model) for member in available], affinity_key)
+        return None if picked is None else self._members[picked.address]
+
+    def pick_in(self, cells: CellOrder, request: LinkRequest, affinity_key: bytes) -> RouterMember | None:
+        """The router for a request, of the first cell that has a healthy one with shards for it, or else of any cell
+        that may have it; None when none is available."""
+        by_cell: dict[str, list[RouterView]] = {cell: [] for cell in cells.order(request)}
+        for member in self.available:
+            views = by_cell.get(cells.cell_of(member.address))
+            if views is not None:
+                views.append(_view(member, request.wanted.model))
+        usable = (views for views in by_cell.values() if any(view.is_usable for view in views))
+        picked = pick_router(next(usable, list(itertools.chain(*by_cell.values()))), affinity_key)
         return None if picked is None else self._members[picked.address]
 
     def unavailable_error(self) -> KvloomError:
@@ -217,6 +246,16 @@ class RouterView(NamedTuple):
     """How many of this process's requests it has."""
     silent_seconds: float = 0.0
     """The time since its last frame, or since it got a request to answer if that is later; 0 while it has none."""
+
+    @property
+    def is_usable(self) -> bool:
+        """True when it is the right one for a new request as far as is known."""
+        return self.is_ready and self.silent_seconds <= MAX_SILENT_SECONDS
+
+
+def _view(member: RouterMember, model: str) -> RouterView:
+    is_ready = model in member.ready_models
+    return RouterView(member.address, member.salt, is_ready, len(member.handles), member.link.silent_seconds)
 
 
 def salt_of(address: str) -> int:

@@ -74,7 +74,7 @@ class TenantFollower:
         """`own_name`: the process's; its copy is called after it. `control` is told every `report_seconds` which keys
         were used."""
         self._report_seconds = report_seconds
-        self.tenants = Tenants(config.control.max_stale_seconds)
+        self.tenants = Tenants(config.control.max_stale_seconds, cell=config.fabric.cell)
         self.tried = asyncio.Event()
         """Set once the table is that of `control`, or that could not be reached. Nothing should be served before: keys
         may have been revoked while this process was away."""

@@ -35,13 +35,16 @@ class Tenants:
         max_stale_seconds: float,
         now: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        cell: str = "",
     ) -> None:
-        """`now`: seconds since 1970. `monotonic`: those of a clock that nothing sets."""
+        """`now`: seconds since 1970. `monotonic`: those of a clock that nothing sets. `cell`: the one that this process
+        belongs to; "": there is but one, whatever the residency of tenants."""
         self.table = TenantTable()
         self.connected = False
         """True while the table follows that of `control`."""
         self._now = now
         self._monotonic = monotonic
+        self._cell = cell
         self._max_stale_seconds = max_stale_seconds
         self._current_at = 0.0
         """When the table was last known to be that of `control`."""
@@ -91,7 +94,8 @@ class Tenants:
     # -- principals ---------------------------------------------------------------------------------------------------
 
     def of_credential(self, credential: str) -> Principal:
-        """The holder of an API key. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE)."""
+        """The holder of an API key. Raises KvloomError (UNAUTHENTICATED, AUTH_UNAVAILABLE,
+        CELL_UNAVAILABLE)."""
         self.check_fresh()
         if not credential:
             raise missing_key_error()
@@ -117,6 +121,7 @@ class Tenants:
             raise wrong_key_error()
         tenant = table.tenant(key.tenant)
         assert tenant is not None
+        self.check_residency(tenant.id)
         if len(self._kept) >= MAX_KEPT:
             self._kept.clear()
         principal = self._kept[digest] = principal_of_key(key, tenant, table.organisation(tenant.organisation))
@@ -138,6 +143,7 @@ class Tenants:
         tenant = table.tenant(tenant_id)
         if tenant is None or not table.is_active_tenant(tenant):
             raise wrong_identity_error()
+        self.check_residency(tenant_id)
         if key is not None:
             self._note_use(key.id)
         return principal_of_identity(
@@ -166,6 +172,7 @@ class Tenants:
             raise wrong_key_error()
         tenant = self.table.tenant(key.tenant)
         assert tenant is not None
+        self.check_residency(tenant.id)
         return principal_of_key(key, tenant, self.table.organisation(tenant.organisation))
 
     def have_limits(self, principal: Principal) -> bool:
@@ -179,6 +186,17 @@ class Tenants:
         tenant = self.table.tenant(tenant_id)
         return "" if tenant is None else tenant.cache_scope
 
+    def residency(self, tenant_id: str) -> Sequence[frozenset[str]]:
+        """Sets of cells: the tenant's requests may be computed in a cell that is in all of them."""
+        tenant = self.table.tenant(tenant_id)
+        organisation = None if tenant is None else self.table.organisation(tenant.organisation)
+        return [frozenset(one.residency) for one in (tenant, organisation) if one is not None and one.residency]
+
+    def check_residency(self, tenant_id: str) -> None:
+        """Raises KvloomError (CELL_UNAVAILABLE) if the tenant's requests may not be computed in this cell."""
+        if self._cell and not all(self._cell in cells for cells in self.residency(tenant_id)):
+            raise residency_error(self.residency(tenant_id))
+
     def kv_share(self, tenant_id: str) -> tuple[str, int]:
         """The account whose share of KV blocks a tenant's requests have, and the share in percent; 0: none. It is the
         tenant's own or else that of its organisation."""
@@ -190,6 +208,13 @@ class Tenants:
         organisation = self.table.organisation(tenant.organisation)
         percent = 0 if organisation is None else organisation.limits.kv_share_percent
         return f"org:{tenant.organisation}", percent
+
+
+def residency_error(residency: Sequence[frozenset[str]]) -> KvloomError:
+    """The error for a tenant with this residency none of whose cells can be reached."""
+    names = ", ".join(sorted(frozenset.intersection(*residency))) or "there is none"
+    message = f"None of the cells in which this tenant's requests may be computed can be reached from here ({names})."
+    return KvloomError(ErrorReason.ERROR_REASON_CELL_UNAVAILABLE, message, retry_after_seconds=1.0)
 
 
 def wrong_identity_error() -> KvloomError:

@@ -24,7 +24,7 @@ file.py          reading and writing files
 """
 
 from kvloom_common.config.brownout import BrownoutConfig, BrownoutStepConfig, TierName
-from kvloom_common.config.edge import EdgeConfig
+from kvloom_common.config.edge import CellConfig, EdgeConfig
 from kvloom_common.config.fabric import FabricConfig, ResumeConfig
 from kvloom_common.config.file import dump_config, load_config
 from kvloom_common.config.models import ADAPTER_NAME, AdapterConfig, AdapterName, GenerationDefaults, ModelConfig
@@ -84,6 +84,7 @@ __all__ = [
     "BrownoutStepConfig",
     "CallersConfig",
     "CascadeConfig",
+    "CellConfig",
     "CertificateConfig",
     "ConfigError",
     "ControlConfig",

@@ -13,6 +13,7 @@ from kvloom_common.config.section import (
     AT_START,
     BY_ROUTERS_AND_EDGES,
     Address,
+    CellName,
     FilePath,
     Flag,
     Port,
@@ -23,6 +24,23 @@ from kvloom_common.config.section import (
 )
 
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,A-Z]+")
+
+
+class CellConfig(Section):
+    """Another cell, to which edges may send requests (docs/operate/regions.md)."""
+
+    name: Annotated[CellName, Meta(min_length=1)]
+    """Its `fabric.cell`."""
+    redis_url: str = ""
+    """Its `redis.url`: its routers announce themselves there."""
+    key_prefix: str = "kvloom"
+    """Its `redis.key_prefix`."""
+    routers: Annotated[list[Address], Meta(max_length=32)] = []
+    """host:port of each of its routers, in place of `redis_url`."""
+
+    def __post_init__(self) -> None:
+        if bool(self.redis_url) == bool(self.routers):
+            raise ValueError("a cell needs one of redis_url and routers")
 
 
 class EdgeConfig(Section):
@@ -89,12 +107,18 @@ class EdgeConfig(Section):
     """The time from the end of the headers to the end of the body."""
     routers: list[Address] = []
     """host:port of each router. Empty: the one of [router], and all that announce themselves in Redis."""
+    cells: Annotated[list[CellConfig], Meta(max_length=15)] = []
+    """The other cells. Empty: there are none."""
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
     """How long an answer that has lost its router may look for another one that continues it. 0: it fails at once."""
 
     def __post_init__(self) -> None:
         if self.allow_adapter_changes and not self.adapters_dir:
             raise ValueError("allow_adapter_changes needs adapters_dir")
+        if len({cell.name for cell in self.cells}) < len(self.cells):
+            raise ValueError("cells: two have the same name")
+        if self.cells and self.colocate:
+            raise ValueError("cells and colocate exclude each other")
         for network in self.trusted_proxies:
             ipaddress.ip_network(network)  # a ValueError names the network, and msgspec adds the key
         for origin in self.cors_origins:

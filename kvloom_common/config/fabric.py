@@ -9,6 +9,7 @@ from msgspec import Meta
 from kvloom_common.config.section import (
     BY_ALL,
     BY_ROUTERS_AND_EDGES,
+    CellName,
     FilePath,
     Flag,
     PositiveFloat,
@@ -99,6 +100,8 @@ class FabricConfig(Section):
     ] = ""
     """The names of the processes that `kvloom up` starts begin with this. Names are unique in a fleet, so machines that
     share a Redis need different prefixes."""
+    cell: Annotated[CellName, BY_ROUTERS_AND_EDGES] = ""
+    """The name of the cell that this fabric is, if edges know several (docs/operate/regions.md)."""
     request_timeout_seconds: Annotated[PositiveFloat, BY_ROUTERS_AND_EDGES] = 600.0
     """How long a request may take that does not say it."""
     drain_timeout_seconds: Annotated[PositiveFloat, BY_ALL] = 30.0

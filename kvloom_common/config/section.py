@@ -23,6 +23,8 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
 """host:port"""
+CellName = Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?)?$")]
+"""The name of a cell (docs/operate/regions.md); empty: there is but one."""
 
 
 S = TypeVar("S", bound="Section")

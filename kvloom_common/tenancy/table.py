@@ -28,6 +28,8 @@ class Organisation(msgspec.Struct, frozen=True, gc=False):
     limits: Limits = NO_LIMITS
     disabled: bool = False
     classes: ClassRights = ANY_CLASS
+    residency: tuple[str, ...] = ()
+    """The cells in which its requests may be computed; empty: all."""
 
 
 class Tenant(msgspec.Struct, frozen=True, gc=False):
@@ -40,6 +42,8 @@ class Tenant(msgspec.Struct, frozen=True, gc=False):
     """Names, and prefixes that end in "*"; empty: all."""
     disabled: bool = False
     classes: ClassRights = ANY_CLASS
+    residency: tuple[str, ...] = ()
+    """The cells, as those of its organisation and in addition to them."""
 
     @property
     def organisation(self) -> str:
@@ -90,7 +94,7 @@ class TenantTable:
         self._keys: SlicedDict[str, Key] = SlicedDict()
         self._by_digest: SlicedDict[bytes, Key] = SlicedDict()
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Equal lists of models or scopes are one object, since most keys have one of a few."""
+        """Equal lists of models, scopes or cells are one object, since most keys have one of a few."""
 
     @property
     def is_empty(self) -> bool:
@@ -141,6 +145,7 @@ class TenantTable:
                 _limits(organisation.limits),
                 organisation.disabled,
                 self._class_rights(organisation),
+                self._shared(organisation.residency),
             )
         for tenant in response.tenants:
             self._tenants[tenant.id] = Tenant(
@@ -150,6 +155,7 @@ class TenantTable:
                 self._shared(tenant.models),
                 tenant.disabled,
                 self._class_rights(tenant),
+                self._shared(tenant.residency),
             )
         for entry in response.keys:
             self._add(self._key(entry))

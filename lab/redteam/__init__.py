@@ -12,4 +12,6 @@ fabric.py       an edge, a router, a safety service and a shard in one process
 campaign.py     sends the cases, and judges what their clients see
 latency.py      the time that each layer of the policy takes
 report.py       the tables
+outages.py      thousands of answers at once while the safety service fails
+faults.py       a safety service that is killed, hangs and sends garbage, and what it has judged
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +25,12 @@ from lab.redteam.campaign import CaseResult, run_cases
 from lab.redteam.cases import RedTeamCase, case_of_number, cases_of_seeds
 from lab.redteam.fabric import echo_fabric
 from lab.redteam.latency import latency_by_layer
+from lab.redteam.outages import OutageReport, run_outages
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
 from tools.options import option
 
+OUTAGES: Final = "redteam outages"
 TABLES: Final = ("attacks", "known_gaps", "places", "times")
 """The tables on a page, by their names and those of the report."""
 MAX_SHOWN: Final = 20
@@ -50,26 +54,41 @@ MAX_SHOWN: Final = 20
     help="Send only the case with this number, and show it.",
 )
 @option(
+    "--streams",
+    "num_streams",
+    type=click.IntRange(1, 16_000),
+    scope="redteam",
+    help="Instead, let so many answers be written at once while the safety service is killed, hangs and sends garbage.",
+)
+@option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False),
     scope="redteam",
     help="Write the tables between the markers of this page.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def redteam(num_seeds: int, number: int | None, page: Path | None, as_json: bool) -> None:
+def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: Path | None, as_json: bool) -> None:
     """Attack the safety policy of a fabric in this process through every API: forbidden texts that mutators have
     changed, in every place of a request and of an answer, and harmless texts that look like them.
 
     The exit status is 1 if an attack that a rule claims to find has passed or shown a character, if one harmless text
-    in a thousand was refused or changed, or if a request failed.
+    in a thousand was refused or changed, or if a request failed; with --streams, if a character was shown without a
+    verdict, or if an answer did not end as it does without faults.
     """
     if page is not None:
-        check_page(page, ["redteam summary", *map(_table_name, TABLES)])
+        check_page(page, ["redteam summary", *map(_table_name, TABLES)] if num_streams is None else [OUTAGES])
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if number is not None:
         [result] = asyncio.run(_attack([case_of_number(number)]))
         print(f"{result}\n{json.dumps(result.case.body, ensure_ascii=False)}")
         sys.exit(not result.is_as_wanted)
+    if num_streams is not None:
+        outages = asyncio.run(_break_safety(num_streams))
+        if page is not None:
+            write_table(page, OUTAGES, outages.summary)
+        print(json.dumps(dataclasses.asdict(outages), ensure_ascii=False) if as_json else outages.summary)
+        print(*(f"FAILED {failure}" for failure in outages.wrong[:MAX_SHOWN]), sep="\n", file=sys.stderr)
+        sys.exit(bool(outages.wrong))
     cases = cases_of_seeds(num_seeds)
     results = asyncio.run(_attack(cases))
     report = RedTeamReport(results, latency_by_layer([case for case in cases if case.layer is None]))
@@ -93,12 +112,24 @@ def _table_name(name: str) -> str:
     return f"redteam {name}"
 
 
+async def _break_safety(num_streams: int) -> OutageReport:
+    with _surroundings() as (redis_url, folder):
+        return await run_outages(redis_url, folder, num_streams)
+
+
 async def _attack(cases: Sequence[RedTeamCase]) -> Sequence[CaseResult]:
-    [port] = pick_free_ports(1)
-    with tempfile.TemporaryDirectory(prefix="kvloom-redteam-") as folder, ValkeyServer(port=port) as server:
-        policy = Path(folder) / "policy.toml"
+    with _surroundings() as (redis_url, folder):
+        policy = folder / "policy.toml"
         policy.write_text(policy_text(), encoding="utf-8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("redteam", total=len(cases))
-            async with echo_fabric(server.connection_url, policy) as fabric:
+            async with echo_fabric(redis_url, policy) as fabric:
                 return await run_cases(fabric, cases, lambda _result: progress.update(bar, advance=1))
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[tuple[str, Path]]:
+    """A Redis server, and a folder."""
+    [port] = pick_free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="kvloom-redteam-") as folder, ValkeyServer(port=port) as server:
+        yield server.connection_url, Path(folder)

@@ -56,50 +56,79 @@ def parts_told(prompt: str) -> Iterator[str]:
 
 
 class EchoEngine:
-    """See the module. Each part is one step."""
+    """See the module. A step has the next part of every answer."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, step_seconds: float = 0.0, num_at_once: int = 0) -> None:
+        """`step_seconds`: the pause between steps. Nothing is written before `num_at_once` requests have come."""
         self._tokenizer = tokenizer
+        self._step_seconds = step_seconds
+        self._num_at_once = num_at_once
+        self.num_submitted = 0
         self.info = EngineInfo(
             engine="echo",
             model=MODEL,
             block_size=16,
-            num_blocks=8192,
-            max_batch=64,
+            num_blocks=2**20,
+            max_batch=2**14,
             max_model_len=16_384,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
             capabilities=_CAPABILITIES,
             embedding_size=len(_EMBEDDING),
         )
-        self._outputs: asyncio.Queue[StepOutput | None] = asyncio.Queue()
+        self._next = StepOutput()
+        """Starts and ends that the next step has."""
+        self._parts: dict[str, Iterator[list[int]]] = {}
+        """By request, what is still to be written."""
+        self._wake = asyncio.Event()
+        self._is_open = True
 
     async def start(self) -> None:
         """There is nothing to load."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue all steps of the answer."""
+        """Let the answer take part in the next step."""
         name = request.request_id
         start = SequenceStart(name, 0, 0.0)
         if request.pooling is not None:
             end = SequenceEnd(name, SequenceFinishReason.STOP, embedding=_EMBEDDING.tobytes())
-            self._outputs.put_nowait(StepOutput(starts=[start], ends=[end]))
-            return
-        prompt = self._tokenizer.decode(request.prompt_token_ids)
-        steps = [self._tokenizer.encode_now(part) for part in parts_told(prompt)]
-        if sum(map(len, steps)) > request.max_tokens:
-            raise EngineError("the answer is longer than max_tokens")
-        for number, token_ids in enumerate(steps):
-            self._outputs.put_nowait(StepOutput([name], [token_ids], starts=[] if number else [start]))
-        self._outputs.put_nowait(StepOutput(ends=[SequenceEnd(name, SequenceFinishReason.STOP)]))
+            self._next.ends.append(end)
+        else:
+            prompt = self._tokenizer.decode(request.prompt_token_ids)
+            parts = [self._tokenizer.encode_now(part) for part in parts_told(prompt)]
+            if sum(map(len, parts)) > request.max_tokens:
+                raise EngineError("the answer is longer than max_tokens")
+            self._parts[name] = iter(parts)
+        self._next.starts.append(start)
+        self.num_submitted += 1
+        if self.num_submitted >= self._num_at_once:
+            self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """The answer's end is queued already."""
+        """End the answer with the next step."""
+        if self._parts.pop(request_id, None) is not None:
+            self._next.ends.append(SequenceEnd(request_id, SequenceFinishReason.CANCELLED))
 
     async def steps(self) -> AsyncIterator[StepOutput]:
-        while (output := await self._outputs.get()) is not None:
-            yield output
-            await asyncio.sleep(0)
+        while self._is_open:
+            await self._wake.wait()
+            yield self._step()
+            await asyncio.sleep(self._step_seconds)
+            if not self._parts:
+                self._wake.clear()
+
+    def _step(self) -> StepOutput:
+        output, self._next = self._next, StepOutput()
+        for name, parts in list(self._parts.items()):
+            part = next(parts, None)
+            if part is None:
+                del self._parts[name]
+                output.ends.append(SequenceEnd(name, SequenceFinishReason.STOP))
+            else:
+                output.request_ids.append(name)
+                output.token_ids.append(part)
+        return output
 
     async def close(self) -> None:
-        self._outputs.put_nowait(None)
+        self._is_open = False
+        self._wake.set()

@@ -38,6 +38,8 @@ from shard_server.server import ShardServer
 
 _START_SECONDS: Final = 20.0
 _REQUEST_SECONDS: Final = 30.0
+_PATIENCE_SECONDS: Final = 60.0
+"""Longer than the safety service is ever away, on any machine."""
 _END: Final = "<|end|>"
 _TEMPLATE: Final = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -51,7 +53,19 @@ _TEMPLATE: Final = (
 class RedTeamFabric:
     """The fabric, as the campaign asks it."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, stub: RouterServiceStub) -> None:
+    def __init__(
+        self,
+        url: str,
+        http: aiohttp.ClientSession,
+        stub: RouterServiceStub,
+        link: GrpcRouterLink,
+        engine: EchoEngine,
+        tokenizer: ModelTokenizer,
+    ) -> None:
+        self.link = link
+        """The edge's connection to the router."""
+        self.engine = engine
+        self.tokenizer = tokenizer
         self._url = url
         self._http = http
         self._stub = stub
@@ -75,17 +89,22 @@ class RedTeamFabric:
 
 
 @contextlib.asynccontextmanager
-async def echo_fabric(redis_url: str, policy: Path) -> AsyncIterator[RedTeamFabric]:
-    """Start all parts at free ports, with this safety policy; the registry is in this Redis server."""
+async def echo_fabric(
+    redis_url: str, policy: Path, safety_port: int = 0, step_seconds: float = 0.0, num_at_once: int = 0
+) -> AsyncIterator[RedTeamFabric]:
+    """Start all parts at free ports, with this safety policy; the registry is in this Redis server. `safety_port`: that
+    of a safety service that runs; 0: one is started. `step_seconds` and `num_at_once` are the engine's."""
     config = KvloomConfig()
     config.model.name, config.shard.engine = MODEL, "sim"
     config.redis.url, config.redis.key_prefix = redis_url, f"redteam-{policy.parent.name}"
-    config.safety.on_unavailable = "refuse"
+    config.safety.on_unavailable, config.safety.patience_seconds = "refuse", _PATIENCE_SECONDS
+    config.router.placement.policy = "round_robin"  # there is one shard, and it takes all requests at once
     tokenizer = _byte_tokenizer()
     model = ServedModel(MODEL, tokenizer, 1_700_000_000, "fp_redteam", ParserSpec("hermes", "qwen3"))
     async with contextlib.AsyncExitStack() as stack:
-        config.safety.port = await _safety(stack, policy)
-        await _shard(stack, config, tokenizer)
+        config.safety.port = safety_port or await _safety(stack, policy)
+        engine = EchoEngine(tokenizer, step_seconds, num_at_once)
+        await _shard(stack, config, engine, tokenizer)
         address = await _router(stack, config, model)
         link = GrpcRouterLink(address, "redteam")
         await link.start()
@@ -99,7 +118,7 @@ async def echo_fabric(redis_url: str, policy: Path) -> AsyncIterator[RedTeamFabr
         timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
-        yield RedTeamFabric(f"http://{edge_address}", http, RouterServiceStub(channel))
+        yield RedTeamFabric(f"http://{edge_address}", http, RouterServiceStub(channel), link, engine, tokenizer)
 
 
 def _byte_tokenizer() -> ModelTokenizer:
@@ -124,8 +143,10 @@ async def _safety(stack: contextlib.AsyncExitStack, policy: Path) -> int:
     return port
 
 
-async def _shard(stack: contextlib.AsyncExitStack, config: KvloomConfig, tokenizer: ModelTokenizer) -> None:
-    engine, metrics = EchoEngine(tokenizer), CollectorRegistry()
+async def _shard(
+    stack: contextlib.AsyncExitStack, config: KvloomConfig, engine: EchoEngine, tokenizer: ModelTokenizer
+) -> None:
+    metrics = CollectorRegistry()
     server = ShardServer(config, engine, tokenizer, "shard-0", metrics_registry=metrics, free_memory=lambda: None)
     address = await server.start()
     await _serving(stack, server.serve)

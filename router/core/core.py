@@ -39,6 +39,7 @@ from router.core.dispatch.refusals import (
     shard_lost,
 )
 from router.core.dispatch.service_counters import ServiceCounters
+from router.core.dispatch.starts import StartEstimate, Starts
 from router.core.events import Event, Request, TierRank
 from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
@@ -113,6 +114,7 @@ class RouterCore:
                 retry_after_seconds,
             )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
+        self._starts = Starts(self._fleet, self._ledger, self._attempt_sender.queue, self._overload)
         self._lifecycle = Lifecycle(
             self._fleet,
             self._attempt_sender,
@@ -344,6 +346,12 @@ class RouterCore:
                 num_requests, num_tokens = queues.get(request.model, (0, 0))
                 queues[request.model] = (num_requests + 1, num_tokens + len(request.prompt_token_ids))
         return queues
+
+    def starts(self, now: float) -> dict[str, StartEstimate]:
+        """How soon an interactive request begins that arrives now, by model."""
+        self._deferred.flush()
+        names = [model.name for model in self._sent_fleet.models]
+        return {name: start for name in names if (start := self._starts.of(name, now)) is not None}
 
     @property
     def is_idle(self) -> bool:

@@ -84,6 +84,11 @@ class LiveObjectives:
         self.predicted_ttft_seconds: float | None = None
         self.refused: Cause | None = None
 
+    def num_missed(self, first_token_at: float, step_seconds: float) -> int:
+        """How many of the objectives for tokens a shard would miss that gives the first one then, and the others at
+        that pace."""
+        return (first_token_at > self.ttft_due) + (step_seconds > self.tpot_seconds)
+
     def outcome(
         self,
         priority_class: str,

@@ -110,7 +110,9 @@ class SafetyStream:
         self._wake.set()
 
     def note(self, frame: safety_service_pb2.ScreenResponse) -> None:
-        """Records what the service has cleared, closed and judged."""
+        """Records what the service has cleared, closed and judged. Raises LinkError for what no service may say."""
+        if len(frame.slots) != len(frame.num_clear_chars):
+            raise LinkError("the safety service's arrays do not fit together")
         self._open_checks.difference_update(verdict.check_id for verdict in frame.prompts)
         if frame.slots or frame.closed_slots:
             self.answers.note(frame)

@@ -12,6 +12,9 @@ from kvloom.v1.overview_pb2 import (
     ExplainRequestResponse,
     GetOverviewRequest,
     GetOverviewResponse,
+    GetStartsRequest,
+    GetStartsResponse,
+    ModelStart,
     QueueOverview,
     RequestOverview,
     ShardOverview,
@@ -79,6 +82,10 @@ class Overview:
             if not request.only_now:
                 response.samples.extend(self._samples.since(request.samples_after_seconds))
         return response
+
+    async def get_starts(self, _request: GetStartsRequest) -> GetStartsResponse:
+        starts = self._core.starts(self._driver.now())
+        return GetStartsResponse(models=[ModelStart(model=name, **start._asdict()) for name, start in starts.items()])
 
     async def explain_request(self, request: ExplainRequestRequest) -> ExplainRequestResponse:
         if bool(request.request_id) == bool(request.client_request_id):

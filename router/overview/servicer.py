@@ -17,6 +17,8 @@ from kvloom.v1.overview_pb2 import (
     ExplainRequestResponse,
     GetOverviewRequest,
     GetOverviewResponse,
+    GetStartsRequest,
+    GetStartsResponse,
 )
 from router.overview.overview import Overview
 
@@ -37,6 +39,9 @@ class OverviewServicer(overview_pb2_grpc.OverviewServiceServicer):
 
     async def ExplainRequest(self, request: ExplainRequestRequest, context: Context) -> ExplainRequestResponse:
         return await _answered((await self._known(context)).explain_request(request), context)
+
+    async def GetStarts(self, request: GetStartsRequest, context: Context) -> GetStartsResponse:
+        return await _answered((await self._known(context)).get_starts(request), context)
 
     async def _known(self, context: Context) -> Overview:
         if self._overview is None:

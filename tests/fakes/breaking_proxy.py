@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 
 class BreakingProxy:
@@ -16,6 +17,8 @@ class BreakingProxy:
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._refuses = False
+        self.delay_seconds = 0.0
+        """How late everything arrives, in each direction."""
         self.num_connections = 0
         """That were ever made."""
         self.address = ""
@@ -84,14 +87,23 @@ class _Connection(asyncio.Protocol):
             self.reset()
 
     def data_received(self, data: bytes) -> None:
+        self._later(self._pass_on, data)
+
+    def pass_back(self, data: bytes) -> None:
+        if self._near is not None:
+            self._later(self._near.write, data)
+
+    def _pass_on(self, data: bytes) -> None:
         if self._far is None:
             self._early += data
         else:
             self._far.write(data)
 
-    def pass_back(self, data: bytes) -> None:
-        if self._near is not None:
-            self._near.write(data)
+    def _later(self, write: Callable[[bytes], None], data: bytes) -> None:
+        if self._proxy.delay_seconds:
+            asyncio.get_running_loop().call_later(self._proxy.delay_seconds, write, data)
+        else:
+            write(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._proxy._connections.discard(self)

@@ -13,6 +13,7 @@ def organisation_to_proto(organisation: Organisation) -> pb.OrganisationEntry:
         limits=limits_to_proto(organisation.limits),
         disabled=organisation.disabled,
         priority_classes=organisation.classes.allowed,
+        residency=organisation.residency,
         default_priority_class=organisation.classes.default,
     )
 
@@ -25,6 +26,7 @@ def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
         models=tenant.models,
         disabled=tenant.disabled,
         priority_classes=tenant.classes.allowed,
+        residency=tenant.residency,
         default_priority_class=tenant.classes.default,
     )
 

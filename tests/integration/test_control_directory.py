@@ -137,6 +137,32 @@ async def test_priority_classes_reach_the_table_from_all_three_levels(world: Con
     assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, "key.default_priority_class")
 
 
+async def test_residency_reaches_the_table_and_an_administrator_only_narrows_the_operators(world: ControlWorld) -> None:
+    """Where requests are computed may be the operator's promise to a customer, which no project's administrator undoes;
+    an empty list would allow every cell, so that it has to be asked for."""
+    await make_key(world)
+    mask = {"paths": ["residency"]}
+    project = Pb.Project(id="acme/search", residency=["west", "east", "west"])
+    await world.ask("UpdateProject", project=project, update_mask=mask)
+    await world.ask("UpdateOrganisation", organisation=Pb.Organisation(id="acme", residency=["east"]), update_mask=mask)
+    table = await world.table()
+    tenant, organisation = table.tenant("acme/search"), table.organisation("acme")
+    assert tenant is not None
+    assert organisation is not None
+    assert (tenant.residency, organisation.residency) == (("west", "east"), ("east",))
+    for cells in (["south"], ["*"]):
+        widened = Pb.Project(id="acme/search", residency=cells)
+        with pytest.raises(KvloomError) as info:
+            await world.ask("UpdateProject", project=widened, update_mask=mask, as_admin_of="acme")
+        assert (reason_of(info), info.value.field) == (ErrorReason.PERMISSION_DENIED, "project.residency")
+    for cells in ([], ["Not a name"]):
+        with pytest.raises(KvloomError) as info:
+            await world.ask("UpdateProject", project=Pb.Project(id="acme/search", residency=cells), update_mask=mask)
+        assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, "project.residency")
+    shown = await world.ask("UpdateProject", project=Pb.Project(id="acme/search", residency=["*"]), update_mask=mask)
+    assert list(shown.project.residency) == []
+
+
 async def test_limits_are_those_of_the_tier_and_the_account_own_ones_over_them(world: ControlWorld) -> None:
     """A change of a tier reaches everything that has it, in one version."""
     tier = Pb.LimitTier(name="free", limits=control_pb.Limits(requests_per_minute=10, tokens_per_day=1000))

@@ -54,7 +54,7 @@ async def addresses(world: RouterWorld) -> AsyncIterator[dict[str, str]]:
         ("Router", "Connect", True),
         ("Shard", "Drain", False),
         ("Shard", "Connect", True),
-        ("Safety", "CheckPrompt", False),
+        ("Safety", "Classify", False),
         ("Safety", "Screen", True),
         ("Router", "/grpc.health.v1.Health/Check", False),
         ("Router", "/grpc.health.v1.Health/Watch", False),
@@ -83,7 +83,7 @@ async def test_a_malformed_message_is_the_callers_error(
 
 async def _read_to_its_end(call: Any) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
             pass
 
 

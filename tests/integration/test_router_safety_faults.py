@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvloom.errors import reason_name
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_LENGTH
 from kvloom.v1.safety_service_pb2 import DECISION_UNSPECIFIED, ScreenResponse
+from lab.redteam.faults import GARBLES, Garble
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import expected_text
 from tests.fakes.router_world import Answer, RouterWorld, link_request
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
-
-
-def clears_too_much(response: ScreenResponse) -> ScreenResponse:
-    """Would clear all that is still to come, too."""
-    for number in range(len(response.num_clear_chars)):
-        response.num_clear_chars[number] += 10_000
-    return response
-
-
-def halts_too_late(response: ScreenResponse) -> ScreenResponse:
-    for slot in response.slots:
-        response.halts.add(slot=slot, num_clear_chars=10_000)
-    del response.slots[:], response.num_clear_chars[:]
-    return response
-
-
-def is_uneven(response: ScreenResponse) -> ScreenResponse:
-    if response.num_clear_chars:
-        response.num_clear_chars.append(10_000)
-    return response
-
-
-def is_no_message(response: ScreenResponse) -> object:
-    return b"\xff\xff garbage" if response.slots else response
-
-
-GARBLES = [clears_too_much, halts_too_late, is_uneven, is_no_message]
 
 
 async def connect(world: RouterWorld) -> tuple[FakeSafety, GrpcRouterLink]:
@@ -60,13 +32,11 @@ async def is_connected(world: RouterWorld) -> None:
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 1, "the safety link")
 
 
-@pytest.mark.parametrize("garble", GARBLES)
-async def test_a_garbled_verdict_on_an_answer_shows_nothing(
-    world: RouterWorld, garble: Callable[[ScreenResponse], object]
-) -> None:
+@pytest.mark.parametrize("garble", GARBLES.values(), ids=GARBLES)
+async def test_a_garbled_verdict_on_an_answer_shows_nothing(world: RouterWorld, garble: Garble) -> None:
     """The stream is broken, and the answer ends as if the service were away. The next stream is asked afresh."""
     safety, link = await connect(world)
-    safety.garble = garble
+    safety.garble = lambda response: garble(response) if response.slots else response
     refused = await world.ask(link, [1], 30, prompt_text="fine")
     assert reason_name(refused.finish.error.reason) == "SAFETY_UNAVAILABLE"
     assert (refused.texts[0], refused.finish.num_output_tokens) == ("", 0)

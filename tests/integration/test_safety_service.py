@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,7 +20,8 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,
-    CheckPromptRequest,
+    CheckWish,
+    ClassifyRequest,
     ClearedText,
     PromptCheck,
     ScreenRequest,
@@ -74,7 +76,7 @@ class Screen:
             self.policy = frame.policy
         return frame
 
-    async def ask(self, **parts: object) -> ScreenResponse:
+    async def ask(self, **parts: Any) -> ScreenResponse:
         await self.call.write(ScreenRequest(**parts))
         return await self.read()
 
@@ -94,22 +96,21 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     await server.stop(None)
 
 
-async def test_check_prompt_tells_the_decision_the_rule_and_the_policy(rig: Rig) -> None:
-    """CheckPrompt judges one prompt for people and tools."""
-    allowed = await rig.stub.CheckPrompt(CheckPromptRequest(text="hello"))
-    blocked = await rig.stub.CheckPrompt(CheckPromptRequest(text="The LAUNCH  code?"))
-    assert allowed.decision == DECISION_ALLOW
-    assert blocked.decision == DECISION_BLOCK
+async def test_a_text_is_judged_by_the_policy_in_force(rig: Rig) -> None:
+    """Classify with `check` judges texts for callers that have no stream."""
+    answer = await rig.stub.Classify(ClassifyRequest(texts=["hello", "The LAUNCH  code?"], check=CheckWish()))
+    allowed, blocked = answer.results
+    assert not allowed.HasField("finding")
     assert (blocked.finding.rule, blocked.finding.message) == ("codes", "No launch codes.")
-    assert blocked.policy_revision == allowed.policy_revision == rig.policy_file.current.revision
+    assert answer.policy_revision == rig.policy_file.current.revision
 
 
-async def test_an_oversize_prompt_is_refused_by_name(rig: Rig) -> None:
-    """The length of a prompt is limited, and the error has a reason and names the field."""
+async def test_texts_that_are_too_long_are_refused_by_name(rig: Rig) -> None:
+    """The length of texts is limited, and the error has a reason and names the field."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.stub.CheckPrompt(CheckPromptRequest(text="x" * (8 * 2**20 + 1)))
+        await rig.stub.Classify(ClassifyRequest(texts=["x" * (2**20 + 1)], check=CheckWish()))
     error = from_rpc_error(caught.value)
-    assert (error.reason, error.field) == (ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "text")
+    assert (error.reason, error.field) == (ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "texts")
 
 
 async def test_the_first_frame_tells_the_policy_and_every_frame_is_answered(rig: Rig) -> None:
@@ -202,7 +203,7 @@ async def test_streams_have_slots_of_their_own(rig: Rig) -> None:
     assert list((await second.ask(slots=[1], deltas=[" code "])).num_clear_chars) == [6]
     await first.call.done_writing()
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        assert await first.call.read() is grpc.aio.EOF
+        assert await first.call.read() is grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
         assert await first.call.code() is grpc.StatusCode.OK
 
 
@@ -226,13 +227,14 @@ async def test_the_process_serves_reports_and_stops(tmp_path: Path) -> None:
         assert process.stdout is not None
         ready = json.loads(await process.stdout.readline())
         async with grpc.aio.insecure_channel(ready["address"]) as channel:
-            answer = await SafetyServiceStub(channel).CheckPrompt(CheckPromptRequest(text="my launch code"))
-            assert answer.decision == DECISION_BLOCK
-            health = await health_pb2_grpc.HealthStub(channel).Check(
+            wanted = ClassifyRequest(texts=["my launch code"], check=CheckWish())
+            answer = await SafetyServiceStub(channel).Classify(wanted)
+            assert answer.results[0].finding.rule == "codes"
+            health = await health_pb2_grpc.HealthStub(channel).Check(  # pyright: ignore[reportAttributeAccessIssue]
                 health_pb2.HealthCheckRequest(service="kvloom.v1.SafetyService")
             )
             assert health.status == health_pb2.HealthCheckResponse.SERVING
-            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()  # pyright: ignore
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             listed = await call.read()
             assert "kvloom.v1.SafetyService" in str(listed)

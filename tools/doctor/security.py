@@ -307,7 +307,7 @@ async def _answer(
                 writer.write(message)
                 answer = await reader.read(4096)
             finally:
-                writer.close()
+                writer.transport.abort()  # closing TLS in order would wait for a server that may never say goodbye
     except ssl.SSLError as error:
         # An alert is a sentence of the server: it has ended the handshake. Other failures say nothing about it.
         if "ALERT" in (error.reason or ""):

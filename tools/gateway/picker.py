@@ -234,9 +234,7 @@ class Picker:
         shards = [shard for shard in eligible if shard.has_room]
         if not shards or (wish.priority < 0 and all(self.is_saturated(shard.shard_id) for shard in eligible)):
             return PickRefusal.SATURATED
-        shard, candidate = self._placer.pick(shards, live, now)
-        others = [other for other in shards if other is not shard]
-        fallback = self._placer.pick_among(others, live, now)[0].shard_id if others else ""
+        shard, candidate, fallback = self._placer.pick_with_fallback(shards, live, now)
         placement = Placement(live, fallback)
         self._reserve(placement, shard, candidate, now)
         return placement

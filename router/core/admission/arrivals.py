@@ -262,7 +262,7 @@ class ObjectivesGuard:
             return deadline_exceeded(live)
         due = min(objectives.ttft_due, objectives.deadline)
         least = self._placer.least_ttft(
-            live, lambda candidate: self._queue.held_ahead_seconds(live, candidate, objectives.ttft_due), now
+            live, lambda candidate: self._queue.held_ahead_seconds(live, candidate, objectives.ttft_due), due, now
         )
         if least is None:
             return None

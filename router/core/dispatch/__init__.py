@@ -19,5 +19,6 @@ fair_shares.py       which sequences give way to other tenants
 class_shares.py      what is left to each class, and which sequences give way to a more urgent one
 block_shares.py      what each tenant holds of a shard's KV blocks
 overload.py          which requests are refused or dropped because they would wait too long
+starts.py            how soon requests begin that would arrive now
 refusals.py          the other reasons for a refusal, and all error messages
 """

@@ -219,6 +219,12 @@ class OverloadGuard:
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 
+    def measured(self, model: str) -> tuple[float | None, float]:
+        """How many requests for the model leave the queue in a second while others wait, None if that is not known, and
+        the seconds from dispatch to first token; 0: not known."""
+        found = self._models.get(model)
+        return (None, 0.0) if found is None else (found.drain.per_second(), found.prefill_seconds)
+
     def queue_deadline(self, live: LiveRequest, deadline: float, now: float) -> float:
         """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
         limit = live.priority_class.max_queue_seconds

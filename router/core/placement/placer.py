@@ -98,16 +98,40 @@ class Placer:
         best = self._score(shards, live, now).best
         return self._fleet.shards[best.shard_id], best
 
+    def pick_with_fallback(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate, str]:
+        """The cheapest of `shards`, with the candidate that describes it, and the id of the cheapest of the others;
+        "": there is no other."""
+        scores = self._score(shards, live, now, num_best=2)
+        best = scores.best
+        others = [index for index, one in enumerate(scores.candidates) if one is not best]
+        fallback = ""
+        if others:
+            candidates = [scores.candidates[index] for index in others]
+            fallback = self._best([sum(scores.terms[index]) for index in others], candidates, live, now).shard_id
+        return self._fleet.shards[best.shard_id], best, fallback
+
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
         """One shard as the request sees it."""
         return self._candidates.of([shard], live, now)[0]
 
     def least_ttft(
-        self, live: LiveRequest, held_ahead_seconds: Callable[[Candidate], float], now: float
+        self, live: LiveRequest, held_ahead_seconds: Callable[[Candidate], float], due: float, now: float
     ) -> LeastTtft | None:
-        """`held_ahead_seconds`: how long those that wait here for a shard and go before the request will take there.
+        """`held_ahead_seconds`: how long those that wait here for a shard and go before the request will take there. If
+        the shards that are likely to be the cheapest give it its first token before it is due, no others are looked at.
         None: it is not known, because a shard that could run the request has not shown its speed lately."""
         shards = self.eligibility.eligible(live)
+        floor = self._policy.floor
+        if floor is not None and len(shards) > NUM_LISTED:
+            few = self._cheapest_first.first(floor, shards, live, now)
+            least = self._least_ttft_of(few, live, held_ahead_seconds, now)
+            if least is None or (least.has_room and now + least.seconds <= due):
+                return least
+        return self._least_ttft_of(shards, live, held_ahead_seconds, now)
+
+    def _least_ttft_of(
+        self, shards: list[Shard], live: LiveRequest, held_ahead_seconds: Callable[[Candidate], float], now: float
+    ) -> LeastTtft | None:
         views = [self._ledger.view(shard.shard_id) for shard in shards]
         if not views or not all(view.has_shown_speed(now) for view in views):
             return None
@@ -179,31 +203,40 @@ class Placer:
         plan = self._pick_of(scores, live, best.shard_id).plan
         return dataclasses.replace(plan, prefill_deviation_seconds=deviation)
 
-    def _score(self, shards: list[Shard], live: LiveRequest, now: float, num_wanted: int = 0) -> _Scores:
-        """The cost of placing the request on those of the shards that can be the cheapest, and on `num_wanted` of them
-        at least."""
+    def _score(
+        self, shards: list[Shard], live: LiveRequest, now: float, num_wanted: int = 0, num_best: int = 1
+    ) -> _Scores:
+        """The cost of placing the request on those of the shards that can be one of the `num_best` cheapest, and on
+        `num_wanted` of them at least."""
         floor = self._policy.floor
-        if len(shards) > max(1, num_wanted) and floor is not None and live.objectives is None and not live.handoff:
-            scored = self._cheapest_first.score(self._policy, floor, shards, live, num_wanted, now)
-            candidates, terms, num_promising = scored
+        if len(shards) > max(1, num_wanted) and floor is not None and not live.handoff:
+            candidates, terms, num_promising = self._cheapest_first.score(
+                self._policy, floor, shards, live, now, num_wanted=num_wanted, num_best=num_best
+            )
         else:
             hashes = live.prompt_hashes(shards[0].description.block_size)
             candidates = self._candidates.of(shards, live, now)
             terms = self._policy.costs(_arrival(live, candidates[0], hashes), candidates)
             num_promising = len(candidates)
         costs: Sequence[float] = list(map(sum, terms[:num_promising]))
+        best = self._best(costs, candidates[:num_promising], live, now)
+        return _Scores(live, now, candidates, terms, best, shards, num_wanted > 0)
+
+    def _best(
+        self, costs: Sequence[float], candidates: Sequence[Candidate], live: LiveRequest, now: float
+    ) -> Candidate:
+        """The cheapest of those that are expected to miss the fewest objectives."""
         if live.objectives is not None and len(candidates) > 1:
             costs = self._where_in_time(costs, candidates, live.objectives, now)
-        best = candidates[self._cheapest(costs, candidates, live)]
-        return _Scores(live, now, candidates, terms, best, shards, num_wanted > 0)
+        return candidates[self._cheapest(costs, candidates, live)]
 
     def _where_in_time(
         self, costs: Sequence[float], candidates: Sequence[Candidate], objectives: LiveObjectives, now: float
     ) -> Sequence[float]:
         """The costs, infinite for the candidates that are expected to miss more objectives than others do."""
+        views = self._ledger.views
         num_missed = [
-            (now + one.predicted_ttft_seconds > objectives.ttft_due)
-            + (self._ledger.view(one.shard_id).report.decode_step_seconds > objectives.tpot_seconds)
+            objectives.num_missed(now + one.predicted_ttft_seconds, views[one.shard_id].report.decode_step_seconds)
             for one in candidates
         ]
         least = min(num_missed)

@@ -13,12 +13,7 @@ from typing import Any
 import grpc
 from hypothesis import strategies as st
 
-from kvloom.v1.safety_service_pb2 import (
-    DECISION_BLOCK,
-    CheckPromptRequest,
-    ScreenRequest,
-    ScreenResponse,
-)
+from kvloom.v1.safety_service_pb2 import CheckWish, ClassifyRequest, ScreenRequest, ScreenResponse
 from kvloom.v1.safety_service_pb2_grpc import SafetyServiceStub, add_SafetyServiceServicer_to_server
 from kvloom_common.process.service import SERVER_OPTIONS, bind
 from kvloom_common.transport.checked_server import CheckedServer
@@ -77,8 +72,8 @@ async def open_safety(_watch: LogWatch) -> AsyncIterator[Check]:
                     check_end(end)
                     for frame in end.frames:
                         parsed(frame, ScreenResponse)
-                    verdict = await stub.CheckPrompt(CheckPromptRequest(text="the launch code"))
-                    assert verdict.decision == DECISION_BLOCK
+                    judged = await stub.Classify(ClassifyRequest(texts=["the launch code"], check=CheckWish()))
+                    assert judged.results[0].HasField("finding")
                     assert not servicer._connections, "a stream that has ended is still served"
 
                 yield check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,31 @@ import pytest
 from lab.redteam.campaign import num_leaked_chars, run_cases
 from lab.redteam.cases import CASES_PER_SEED, RedTeamCase, cases_of, cases_of_seeds
 from lab.redteam.fabric import echo_fabric
+from lab.redteam.faults import GARBLES, HUNG, KILLED
 from lab.redteam.latency import latency_by_layer
 from lab.redteam.mutators import MUTATORS
+from lab.redteam.outages import run_outages
 from lab.redteam.places import PLACES
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
+from router.core.relay import verdicts
+from tests.lab.dst.planted_bugs.surroundings import shows_what_was_held_when_safety_returns
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 NUM_QUICK = 80
 NUM_SEEDS = 6
 NUM_LONG_SEEDS = 12
+NUM_STREAMS = 40
+NUM_LONG_STREAMS = 10_000
+CLEARS_TOO_MUCH_FIRST = 4
+"""A seed whose first fault does this."""
 MOST_FALSE_POSITIVES = 0.001
+
+
+def believes_any_number(patch: pytest.MonkeyPatch) -> None:
+    """The router clears as much as the service says, also text that is still to come."""
+    patch.setattr(verdicts, "_num_screened_chars", lambda _choice: 10**6)
 
 
 async def report_on(redis_url: str, folder: Path, policy: str, cases: list[RedTeamCase]) -> RedTeamReport:
@@ -58,6 +72,39 @@ async def test_thousands_of_cases(router_redis_url: str, tmp_path: Path) -> None
     assert len(report.harmless) >= 2000
     assert not [result for result in report.failures if result.case.layer is not None], report.summary
     assert report.num_false_positives < MOST_FALSE_POSITIVES * len(report.harmless), report.summary
+
+
+async def test_nothing_is_shown_without_a_verdict_while_the_service_fails(
+    router_redis_url: str, tmp_path: Path
+) -> None:
+    """It is killed, hangs and sends garbage, and still each answer ends as it does without that: whole, cut or
+    refused."""
+    report = await run_outages(router_redis_url, tmp_path, NUM_STREAMS)
+    assert not report.wrong, "\n".join(report.wrong)
+    assert report.num_unjudged_chars == report.num_leaked_chars == 0
+    assert report.fates.keys() == {"whole", "cut", "refused"}
+    assert report.faults
+
+
+@pytest.mark.long
+async def test_thousands_of_streams_while_the_service_fails(router_redis_url: str, tmp_path: Path) -> None:
+    """As many at once as a large router has, so that frames are large, and every kind of fault strikes them."""
+    report = await run_outages(router_redis_url, tmp_path, NUM_LONG_STREAMS)
+    assert not report.wrong, report.summary
+    assert report.num_unjudged_chars == report.num_leaked_chars == 0
+    assert report.faults.keys() == {KILLED, HUNG, *GARBLES}
+
+
+@pytest.mark.parametrize(
+    "bug", [believes_any_number, pytest.param(shows_what_was_held_when_safety_returns, marks=pytest.mark.long)]
+)
+async def test_text_without_a_verdict_is_found(
+    router_redis_url: str, tmp_path: Path, bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count of 0 would prove nothing if it were always 0."""
+    bug(monkeypatch)
+    report = await run_outages(router_redis_url, tmp_path, NUM_STREAMS, seed=CLEARS_TOO_MUCH_FIRST)
+    assert report.num_unjudged_chars > 0
 
 
 def test_a_seed_gives_the_same_cases_and_all_seeds_everything_there_is() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import aiohttp
+import pytest
 import structlog.testing
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_request import BaseRequest
@@ -35,7 +36,7 @@ from kvloom.v1.generation_pb2 import (
     StepFrame,
     StopConditions,
 )
-from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, RouterServiceConnectRequest
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo, Objectives, RouterServiceConnectRequest
 from kvloom.v1.safety_service_pb2 import Prefilter as SafetyPrefilter
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectRequest, ShardServiceConnectResponse
 from kvloom_common.config import KvloomConfig
@@ -124,7 +125,7 @@ class Observer(NoopObserver):
         self._metrics.request_ended(ended)
 
 
-def router_half(num_shards: int = NUM_SHARDS) -> Callable[[], None]:
+def router_half(num_shards: int = NUM_SHARDS, objectives: Objectives | None = None) -> Callable[[], None]:
     """From the bytes of a Submit to those for the shard, and from the shard's frame to those for the client."""
     core = RouterCore(core_config(KvloomConfig()), seed=1)
     driver = CoreDriver(core, cast(Any, Observer(core)))
@@ -152,6 +153,7 @@ def router_half(num_shards: int = NUM_SHARDS) -> Callable[[], None]:
         stop=StopConditions(max_tokens=1),
         choices=[Choice(slot=1)],
         timeout_seconds=600.0,
+        objectives=objectives,
     )
     data = RouterServiceConnectRequest(submits=[submit]).SerializeToString()
     load = LoadReport(num_running=1, num_own_running=1, num_available_blocks=9_000)
@@ -286,11 +288,12 @@ async def test_a_request_costs_no_more_than_it_did() -> None:
     assert_no_dearer("request_cost", await counts())
 
 
-async def test_a_request_costs_little_more_in_a_large_fleet() -> None:
+@pytest.mark.parametrize("objectives", [None, Objectives(ttft_ms=1000, tpot_ms=50)], ids=["any", "objectives"])
+async def test_a_request_costs_little_more_in_a_large_fleet(objectives: Objectives | None) -> None:
     """All 128 shards were once scored for each explanation, which is on by default: six times the cost at 8. Later a
     lower bound was computed for each: three times."""
     with structlog.testing.capture_logs():
-        small, large = bytecodes_of(router_half(8)), bytecodes_of(router_half(128))
+        small, large = (bytecodes_of(router_half(number, objectives)) for number in (8, 128))
     assert large < MAX_GROWTH * small
 
 

@@ -29,7 +29,7 @@ from kvloom_common.trust.fabric_trust import NO_SECRET
 from kvloom_common.trust.secret import FabricSecret
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_control import MAPS_KEY, SEARCH_KEY, SEARCH_KEY_2, key_of, two_organisations
-from tests.fakes.tenants import change, identities_of
+from tests.fakes.tenants import change, identities_of, table_of
 from tests.waiting import eventually
 
 R = ErrorReason
@@ -57,6 +57,28 @@ def test_only_active_keys_are_accepted(tmp_path: Path) -> None:
     assert reason_of(identities, MAPS_KEY) == 0
     change(identities, Organisation("acme", disabled=True))
     assert reason_of(identities, MAPS_KEY) == R.ERROR_REASON_UNAUTHENTICATED
+
+
+def test_a_cell_refuses_the_tenants_that_must_not_use_it() -> None:
+    """Residency holds at the door of edges and routers, for keys and other identities, and lists of a project and its
+    organisation hold both. A fabric that names no cell has but one."""
+    entries = [*two_organisations(), Organisation("acme", residency=("west", "east"))]
+    own, elsewhere = Tenant("acme/search", residency=("west",)), Tenant("acme/maps", residency=("south", "east"))
+    for cell, refused in (("west", {MAPS_KEY}), ("east", {SEARCH_KEY}), ("north", {MAPS_KEY, SEARCH_KEY}), ("", set())):
+        tenants = Tenants(60.0, cell=cell)
+        tenants.use(table_of([*entries, own, elsewhere]), 0.0)
+        tenants.set_connected(True)
+        for key in (MAPS_KEY, SEARCH_KEY):
+            if key in refused:
+                with pytest.raises(KvloomError) as info:
+                    tenants.of_credential(key)
+                assert info.value.reason == R.ERROR_REASON_CELL_UNAVAILABLE
+            else:
+                principal = tenants.of_credential(key)
+                assert tenants.renewed(principal) == principal
+        if SEARCH_KEY in refused:
+            with pytest.raises(KvloomError, match="west"):
+                tenants.of_identity("oidc:x", "acme/search", ())
 
 
 def test_a_key_that_was_used_stops_working_when_it_ends(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import click
 
 from kvloom.v1 import directory_service_pb2 as pb
 from tools.cli.tenants.directory import Directory, directory_options, json_option
-from tools.cli.tenants.resources import Resource, class_options, given_names, shown_classes
+from tools.cli.tenants.resources import Resource, cell_options, class_options, given_names, shown_classes
 from tools.cli.tenants.tables import Columns, show_list
 from tools.cli.tenants.units import shown_limits, shown_time
 from tools.failures import CommandError
@@ -19,12 +19,14 @@ _COLUMNS: Final[Columns] = {
     "organisation": lambda one: one.id,
     "state": lambda one: "disabled" if one.disabled else "active",
     "classes": shown_classes,
+    "cells": lambda one: " ".join(one.residency) or "all",
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
 ORGANISATION: Final = Resource("Organisation", pb.Organisation, _COLUMNS)
 MAX_DIGITS: Final = 9
 class_option, all_classes_option, default_class_option = class_options("orgs", "all", "by the tier")
+cell_option, all_cells_option = cell_options("orgs", "all")
 _AUDIT: Final[Columns] = {
     "at": lambda one: shown_time(one.at),
     "actor": lambda one: one.actor,
@@ -43,13 +45,26 @@ def orgs() -> None:
 @option("--tier", scope="orgs", default="", help="Its tier of limits (`kvloom limits`).")
 @class_option
 @default_class_option
+@cell_option
 @json_option("orgs")
 @directory_options
 def create(
-    name: str, tier: str, classes: Sequence[str], default_class: str | None, as_json: bool, directory: Directory
+    name: str,
+    tier: str,
+    classes: Sequence[str],
+    default_class: str | None,
+    cells: Sequence[str],
+    as_json: bool,
+    directory: Directory,
 ) -> None:
     """Add an organisation."""
-    given = {"id": name, "tier": tier, "priority_classes": classes, "default_priority_class": default_class}
+    given = {
+        "id": name,
+        "tier": tier,
+        "priority_classes": classes,
+        "default_priority_class": default_class,
+        "residency": cells,
+    }
     ORGANISATION.create(directory, given, as_json=as_json)
 
 
@@ -58,6 +73,8 @@ def create(
 @class_option
 @all_classes_option
 @default_class_option
+@cell_option
+@all_cells_option
 @option(
     "--quota",
     "quotas",
@@ -73,6 +90,8 @@ def update(
     classes: Sequence[str],
     all_classes: bool,
     default_class: str | None,
+    cells: Sequence[str],
+    all_cells: bool,
     quotas: Sequence[str],
     as_json: bool,
     directory: Directory,
@@ -81,6 +100,7 @@ def update(
     given: dict[str, Any] = {
         "priority_classes": given_names(classes, are_all=all_classes),
         "default_priority_class": default_class,
+        "residency": given_names(cells, are_all=all_cells),
     }
     if quotas:
         changed, given["quotas"] = given_quotas(quotas), ORGANISATION.get(directory, name).quotas

@@ -9,7 +9,7 @@ import click
 
 from kvloom.v1 import directory_service_pb2 as pb
 from tools.cli.tenants.directory import Directory, directory_options, json_option
-from tools.cli.tenants.resources import Resource, class_options, given_names, shown_classes
+from tools.cli.tenants.resources import Resource, cell_options, class_options, given_names, shown_classes
 from tools.cli.tenants.tables import Columns
 from tools.cli.tenants.units import shown_limits
 from tools.options import option
@@ -20,6 +20,7 @@ _COLUMNS: Final[Columns] = {
     "models": lambda one: " ".join(one.models) or "all",
     "classes": shown_classes,
     "cache scope": lambda one: one.cache_scope or "-",
+    "cells": lambda one: " ".join(one.residency) or "all",
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
@@ -41,6 +42,7 @@ scope_option = option(
 class_option, all_classes_option, default_class_option = class_options(
     "projects", "all of the organisation", "the organisation's, or else by the tier"
 )
+cell_option, all_cells_option = cell_options("projects", "all of the organisation")
 tier_option = option("--tier", scope="projects", help="Its tier of limits (`kvloom limits`).")
 
 
@@ -56,6 +58,7 @@ def projects() -> None:
 @class_option
 @default_class_option
 @scope_option
+@cell_option
 @tier_option
 @json_option("projects")
 @directory_options
@@ -66,6 +69,7 @@ def create(
     classes: Sequence[str],
     default_class: str | None,
     cache_scope: str | None,
+    cells: Sequence[str],
     tier: str | None,
     as_json: bool,
     directory: Directory,
@@ -77,6 +81,7 @@ def create(
         "priority_classes": classes,
         "default_priority_class": default_class,
         "cache_scope": cache_scope,
+        "residency": cells,
         "tier": tier,
     }
     PROJECT.create(directory, given, as_json=as_json, create_organisation=create_org)
@@ -90,6 +95,8 @@ def create(
 @class_option
 @default_class_option
 @scope_option
+@all_cells_option
+@cell_option
 @tier_option
 @json_option("projects")
 @directory_options
@@ -101,6 +108,8 @@ def update(
     all_classes: bool,
     default_class: str | None,
     cache_scope: str | None,
+    cells: Sequence[str],
+    all_cells: bool,
     tier: str | None,
     as_json: bool,
     directory: Directory,
@@ -111,6 +120,7 @@ def update(
         "priority_classes": given_names(classes, are_all=all_classes),
         "default_priority_class": default_class,
         "cache_scope": cache_scope,
+        "residency": given_names(cells, are_all=all_cells),
         "tier": tier,
     }
     PROJECT.update(directory, name, given, as_json=as_json)

@@ -119,6 +119,21 @@ def class_options(scope: str, all_of_them: str, otherwise: str) -> tuple[AddOpti
     )
 
 
+def cell_options(scope: str, all_of_them: str) -> tuple[AddOption, AddOption]:
+    """`--cell` and `--all-cells`, with what holds without them."""
+    return (
+        option(
+            "--cell",
+            "cells",
+            scope=scope,
+            multiple=True,
+            help="A cell (docs/operate/regions.md) in which requests may be computed. May be repeated.  "
+            f"[default: {all_of_them}]",
+        ),
+        option("--all-cells", scope=scope, is_flag=True, help="Requests may be computed in all cells."),
+    )
+
+
 def given_names(names: Sequence[str], *, are_all: bool = False) -> Sequence[str] | None:
     """The names that are allowed from now on; None: they stay as they are."""
     return names or (["*"] if are_all else None)

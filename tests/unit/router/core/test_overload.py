@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -432,3 +433,17 @@ def test_rate_is_that_of_a_queue_not_of_demand() -> None:
     measured = rate.per_second()
     assert measured is not None
     assert 3.8 < measured < 4.2
+
+
+def test_a_start_is_estimated_as_a_refusal_is() -> None:
+    """Edges choose among cells by it. Of twelve requests four wait for a shard that serves one a second; beside an
+    idle shard nothing waits, and a model without shards has no start."""
+    rig = saturated(1.0, max_queue_seconds=100.0)
+    start = rig.core.starts(rig.now)["m"]
+    assert start.seconds_each == pytest.approx(1.0, rel=0.2)
+    assert start.wait_seconds == pytest.approx(5.0, rel=0.2)
+    rig.handle(ShardUp(ShardDescription("s1", "1", "m", 4, 100, 4, 3, frozenset({"seeded_resume"}))))
+    assert rig.core.starts(rig.now)["m"].wait_seconds == 0.0
+    for shard_id in ("s0", "s1"):
+        rig.handle(ShardDown(shard_id))
+    assert rig.core.starts(rig.now) == {}

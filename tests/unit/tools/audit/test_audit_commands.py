@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvloom.v1.safety_service_pb2 import DECISION_ALLOW, CheckPromptRequest
+from kvloom.v1.safety_service_pb2 import CheckWish, Classification, ClassifyRequest
 from kvloom_common.audit.log import AuditLog, AuditRecord
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
@@ -19,6 +19,11 @@ from tools.audit.command import DAY_SECONDS, AbuseRow, abuse_rows
 from tools.cli.commands import main
 
 TEXT = "the launch code of eve"
+
+
+def judge(servicer: SafetyServicer, text: str, tenant: str) -> Classification:
+    wanted = ClassifyRequest(texts=[text], check=CheckWish(tenant=tenant))
+    return asyncio.run(servicer.Classify(wanted, None)).results[0]  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
@@ -31,8 +36,7 @@ def config(tmp_path: Path) -> Path:
         servicer = SafetyServicer(PolicyFile(str(policy)), audit=Audit(log))
         for tenant in ("acme", "rival"):
             for text in (TEXT, "harmless"):
-                check = servicer.CheckPrompt(CheckPromptRequest(text=text, tenant=tenant), None)  # pyright: ignore
-                asyncio.run(check)
+                judge(servicer, text, tenant)
     return path
 
 
@@ -82,8 +86,7 @@ def test_a_rule_in_mode_review_is_decided_about_by_a_person(tmp_path: Path) -> N
     with contextlib.closing(AuditLog(tmp_path / "audit", "safety")) as log:
         servicer = SafetyServicer(PolicyFile(str(policy)), audit=Audit(log))
         for tenant in ("acme", "acme", "rival"):
-            check = servicer.CheckPrompt(CheckPromptRequest(text=TEXT, tenant=tenant), None)  # pyright: ignore
-            assert asyncio.run(check).decision == DECISION_ALLOW
+            assert not judge(servicer, TEXT, tenant).HasField("finding")
     first, second = [json.loads(line) for line in run(config, "review").output.splitlines()]
     assert (first["tenant"], first["event"], first["needs_review"]) == ("acme", "flagged", True)
     assert run(config, "uphold", first["hash"], "--reason", "It was meant.").exit_code == 0
