@@ -78,13 +78,9 @@ def prompts_of(extents: Sequence[Extent], max_rows: int) -> Prompts:
 
 
 def piece_tokens(config: LlamaConfig, dtype: torch.dtype) -> int:
-    """The tokens of a full piece."""
-    return max(1, _PIECE_ROWS[dtype.itemsize] // padded_group(config.num_heads // config.num_kv_heads))
-
-
-def padded_group(num_heads: int) -> int:
-    """The rows that the heads of one token take which share keys: a power of two."""
-    return 1 << (num_heads - 1).bit_length()
+    """The tokens of a full piece. Heads that share keys take a power of two of rows."""
+    group = config.num_heads // config.num_kv_heads
+    return max(1, _PIECE_ROWS[dtype.itemsize] >> (group - 1).bit_length())
 
 
 AttendPaged = Callable[[SingleRows | Prompts, int, torch.Tensor, int | None], torch.Tensor]

@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_server.engines.torch_engine.device.attention import padded_group
-
 _TILE_KEYS = 64
 _NUM_WARPS = 8
 _NUM_STAGES = 2
@@ -127,7 +125,7 @@ def attend_prompts(
         head_dim**-0.5,
         WINDOW=window or 0,
         GROUP=group,
-        GROUP_PADDED=padded_group(group),
+        GROUP_PADDED=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
