@@ -12,9 +12,9 @@ from kvloom_common.config import load_config
 from kvloom_common.discovery.router_finder import linked_routers
 from kvloom_common.models.catalogue import load_catalogue
 from kvloom_common.process.cpu_affinity import instance_number, kept_on_one_cpu
+from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.ready_line import ReadyLine
 from kvloom_common.process.service import announce_ready, run_service, stop_event
-from kvloom_common.process.telemetry import configure_logging
 from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import load_trust
 

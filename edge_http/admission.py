@@ -11,9 +11,9 @@ from edge_http.wire.fair_yield import FairYield
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import CallersConfig, EdgeConfig
+from kvloom_common.limits.address_limit import KeyedCounts
 from kvloom_common.limits.byte_budget import ByteBudget, memory_error
-from kvloom_common.limits.keyed_counts import KeyedCounts
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0

@@ -32,7 +32,7 @@ from kvloom_common.callers import Callers
 from kvloom_common.config import KvloomConfig, with_constants
 from kvloom_common.delivery_log import DeliveryLog
 from kvloom_common.discovery.records import MetricsTarget
-from kvloom_common.limits.memory_policy import MemoryLevel
+from kvloom_common.limits.memory_watch import MemoryLevel
 from kvloom_common.models.model_routes import NO_ROUTES, ModelRoutes
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.process.access_log import NO_ACCESS_LOG, AccessLog

@@ -13,9 +13,9 @@ from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.discovery.announcer import announced_process, process_record
 from kvloom_common.discovery.records import NameTakenError
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
+from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.ready_line import ReadyLine
 from kvloom_common.process.service import StartError, announce_ready, run_service
-from kvloom_common.process.telemetry import configure_logging
 from kvloom_common.process.watched_files import Watcher, following
 from kvloom_common.trust.fabric_trust import FabricTrust, load_trust
 

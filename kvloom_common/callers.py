@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvloom.errors import invalid_argument
 from kvloom_common.access.api_keys import ApiKeys, missing_key_error, wrong_key_error
 from kvloom_common.access.auth_provider import CallerVerifier, configured_verifier
-from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.watched_files import Watcher
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust

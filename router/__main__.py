@@ -9,7 +9,7 @@ from pathlib import Path
 import kvloom_common.process.quick_start  # noqa: F401  # isort: split
 from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.models.catalogue import load_catalogue
-from kvloom_common.process import service, telemetry
+from kvloom_common.process import log_lines, service
 from kvloom_common.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom_common.process.watched_files import following
 from kvloom_common.trust.fabric_trust import load_trust
@@ -39,7 +39,7 @@ def main() -> None:
 
     async def run() -> None:
         config = load_config(arguments.config)
-        telemetry.configure_logging(config.log, arguments.name)
+        log_lines.configure_logging(config.log, arguments.name)
         port = config.router.port if arguments.port is None else arguments.port
         await serve(config, arguments.name, RouterListenOptions.from_arguments(arguments, port))
 

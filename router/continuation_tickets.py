@@ -7,7 +7,7 @@ answer: with it, only the same answer can be computed again, and never another o
 
 How much of the answer was received, a ticket doesn't say. So a claim above it is charged as output, limits of tokens
 per minute count everything that is computed again, and the ledger tells continuations from repetitions
-(kvloom_common/tenancy/answer_runs.py).
+(kvloom_common/tenancy/usage_record.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvloom_common.limits.memory_watch import MemoryRecords
-from kvloom_common.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
+from kvloom_common.metrics.series import LATENCY_SECONDS, TOKEN_SECONDS
 from kvloom_common.metrics.table import MetricTable
 from kvloom_common.metrics.tenant_table import TenantTableRecords
 

@@ -14,9 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kvloom.errors import KvloomError, reason_name
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from kvloom_common.finish_reasons import FINISH_REASON_NAMES
-from kvloom_common.metrics.buckets import LATENCY_SECONDS
-from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
-from kvloom_common.metrics.series import CounterSeries
+from kvloom_common.metrics.series import LATENCY_SECONDS, MAX_LABEL_VALUES, OTHER, CounterSeries, LabelValues
 from kvloom_common.metrics.table import CollectorOf, GaugeRecord
 from kvloom_common.process.request_context import request_fields
 from router import metric_table as table

@@ -9,8 +9,7 @@ from typing import Final
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, FINISH_REASON_TOOL_CALLS
 from kvloom.v1.router_service_pb2 import ChoiceDelta, OutputForm, OutputPart
-from kvloom_common.conversation.call_ids import tool_call_id
-from kvloom_common.conversation.model_output import parser_of
+from kvloom_common.conversation.model_output import parser_of, tool_call_id
 from kvloom_common.parsers import registry
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.output_parser import holds_back, make_parser

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvloom_common.plugins import PluginError, PluginGroup
-from kvloom_common.process.failure_log import FailureLog
+from kvloom_common.process.access_log import FailureLog
 from router.core.placement import POLICIES
 from router.core.placement.policy import Arrival, Candidate, Policy
 

@@ -12,7 +12,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.token_ids import are_below
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.limits.byte_budget import memory_error
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
 
 MAX_NAME_CHARS: Final = 256

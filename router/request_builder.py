@@ -22,7 +22,7 @@ from kvloom.sampling import draw_seed, is_greedy, max_cached_tokens
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import Pooling, PoolingKind, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, OutputForm, Submit
-from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.conversation.model_output import parser_of
 from kvloom_common.kv_share import KvShare
 from kvloom_common.models.served_model import ServedModel

@@ -20,7 +20,7 @@ from kvloom.sampling import (
 from kvloom.text.token_ids import unpack_token_ids
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import FleetState, GenerateRequest, Submit
-from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.conversation.call_guide import ToolPlace
 from kvloom_common.conversation.model_output import fit_to_parser, output_form, prompted
 from kvloom_common.conversation.prompt import conversation_prompt, num_written_chars

@@ -16,8 +16,7 @@ from kvloom_common.discovery.records import NameTakenError, RouterRecord
 from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom_common.limits.address_limit import AddressLimit
 from kvloom_common.limits.connection_sweep import ConnectionSweep
-from kvloom_common.limits.memory_policy import MemoryLevel
-from kvloom_common.limits.memory_watch import MemoryWatch
+from kvloom_common.limits.memory_watch import MemoryLevel, MemoryWatch
 from kvloom_common.metrics.table import GaugeRecord
 from kvloom_common.models.card_service import SERVICE_NAME as CARD_SERVICE_NAME
 from kvloom_common.models.catalogue import Catalogue

@@ -36,8 +36,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from kvloom.v1.safety_service_pb2 import JudgeMessage, JudgeQuestion
-from kvloom_common.process.failure_log import FailureLog
-from kvloom_common.transport.no_redirects import NoRedirects
+from kvloom_common.process.access_log import FailureLog
+from kvloom_common.transport.public_addresses import NoRedirects
 from safety_svc.judge_formats import FORMATS
 from safety_svc.policy import Guardrail, Hit, ModelJudge, OutsideRule, SafetyPolicy, worst
 from safety_svc.rule_modes import Judge, Rule

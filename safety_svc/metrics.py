@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import REGISTRY
 
-from kvloom_common.metrics.label_values import LabelValues
+from kvloom_common.metrics.series import LabelValues
 from kvloom_common.metrics.table import MetricTable
 
 TABLE: Final = MetricTable("safety")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvloom_common.plugins import PluginError, PluginGroup
-from kvloom_common.process.failure_log import FailureLog, place_of
+from kvloom_common.process.access_log import FailureLog, place_of
 from safety_svc.pii import PiiKind
 
 RULE_KINDS: Final = PluginGroup("kvloom.safety_rules", "kind of safety rule", ("text", "pii", "guardrail", "judge"))

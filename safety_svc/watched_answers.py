@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from kvloom_common.process.failure_log import FailureLog
+from kvloom_common.process.access_log import FailureLog
 from safety_svc.guardrails import AskModel, Guardrails
 from safety_svc.policy import SafetyPolicy
 from safety_svc.rule_modes import WATCHING, Judge, Mode, Scope

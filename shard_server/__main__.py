@@ -14,7 +14,7 @@ from kvloom_common.metrics.exporter import add_metrics_flags, open_metrics
 from kvloom_common.models.configured import config_of_model
 from kvloom_common.models.model_card import PackedCard, make_card
 from kvloom_common.plugins import PluginError
-from kvloom_common.process import service, telemetry
+from kvloom_common.process import log_lines, service
 from kvloom_common.process.extras import MissingPackageError, naming_extras
 from kvloom_common.process.watched_files import following
 from kvloom_common.text.model_checksum import ChecksumError, check_model, model_checksum
@@ -91,7 +91,7 @@ def main() -> None:
     async def run() -> None:
         config = config_of_model(load_config(arguments.config), arguments.model)
         config.shard.role = arguments.role or config.shard.role
-        telemetry.configure_logging(config.log, arguments.name)
+        log_lines.configure_logging(config.log, arguments.name)
         await serve(
             config,
             arguments.name,

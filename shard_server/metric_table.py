@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom_common.metrics.buckets import FEW_TOKENS, LATENCY_SECONDS, TOKEN_SECONDS
+from kvloom_common.metrics.series import FEW_TOKENS, LATENCY_SECONDS, TOKEN_SECONDS
 from kvloom_common.metrics.table import MetricTable
 
 # A row has two lines, of which the formatter makes six.

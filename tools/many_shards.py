@@ -18,9 +18,9 @@ from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.discovery.registry import HEARTBEAT_SECONDS
 from kvloom_common.models.configured import config_of_model
 from kvloom_common.models.model_card import make_card
+from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.ready_line import ReadyLine
 from kvloom_common.process.service import StartError, announce_ready, run_service, stop_event
-from kvloom_common.process.telemetry import configure_logging
 from kvloom_common.process.watched_files import following
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import FabricTrust, load_trust

@@ -17,8 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import changes, table_state
 from control.directory.transaction import VERSIONS_CHANNEL
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS
+from kvloom_common.database.database import DATABASE_ERRORS, Database
 
 log = structlog.get_logger()
 

@@ -26,8 +26,7 @@ from kvloom.v1.control_service_pb2 import (
     ReportKeyUsesResponse,
 )
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 
 log = structlog.get_logger()
 

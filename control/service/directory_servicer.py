@@ -17,8 +17,7 @@ from control.service.metrics import CALLS
 from kvloom.errors import KvloomError
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import directory_service_pb2_grpc
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 
 log = structlog.get_logger()
 

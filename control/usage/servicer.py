@@ -16,8 +16,7 @@ from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1 import usage_service_pb2_grpc
 from kvloom.v1.control_service_pb2 import LeaseBudgetsRequest, LeaseBudgetsResponse
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 
 MAX_CHANGES: Final = 1024
 """In one request."""

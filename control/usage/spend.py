@@ -17,7 +17,7 @@ from control.usage.accounts import day_of
 from control.usage.report import usage_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom_common.database.database import Database
-from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER
+from kvloom_common.metrics.series import MAX_LABEL_VALUES, OTHER
 from kvloom_common.metrics.table import CollectorOf
 from kvloom_common.tenancy.prices import NANOS
 

@@ -22,9 +22,8 @@ from standardwebhooks import Webhook
 from control.database.usage_tables import budget_alerts
 from control.usage.metrics import UsageMetrics
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS
-from kvloom_common.transport.no_redirects import NoRedirects
+from kvloom_common.database.database import DATABASE_ERRORS, Database
+from kvloom_common.transport.public_addresses import NoRedirects
 
 log = structlog.get_logger()
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from edge_http.formatting.response_formatter import ChoiceFinish
 from kvloom_common.json_schema.schema_check import conforms
-from kvloom_common.parsers.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
-from kvloom_common.parsers.reasoning_tally import ReasoningTally
+from kvloom_common.parsers.events import Event, ReasoningTally, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.spec import OutputParser, ToolSchema
 
 

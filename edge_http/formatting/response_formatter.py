@@ -19,7 +19,7 @@ from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
-from kvloom_common.conversation.call_ids import tool_call_id
+from kvloom_common.conversation.model_output import tool_call_id
 from kvloom_common.parsers.events import Event, TextDelta
 
 DATA: Final = b"data: "

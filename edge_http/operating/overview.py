@@ -15,7 +15,7 @@ from edge_http.wire.json_response import json_response
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.overview_pb2 import ExplainRequestRequest, GetOverviewRequest
-from kvloom_common.metrics.buckets import LATENCY_SECONDS
+from kvloom_common.metrics.series import LATENCY_SECONDS
 from kvloom_common.overview.merge import merged
 from kvloom_common.overview.time_parts import where_time_went
 from kvloom_common.transport.plain_messages import as_plain

@@ -19,8 +19,8 @@ import structlog
 from edge_http.resume.response_name import ResponseName
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.limits.address_limit import KeyedCounts
 from kvloom_common.limits.byte_budget import CALLER_SHARE, ByteLease
-from kvloom_common.limits.keyed_counts import KeyedCounts
 from kvloom_common.replay.reader_slot import GraceTimer
 from kvloom_common.replay.stream_retention import ResumeSettings
 

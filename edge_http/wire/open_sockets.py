@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.limits.address_limit import KeyedCounts
 
 MAX_PER_CALLER: Final = 256
 """WebSockets of one caller at an edge."""

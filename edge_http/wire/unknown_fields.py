@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from edge_http.wire.headers import STRICT
-from kvloom_common.metrics.label_values import OTHER, LabelValues
+from kvloom_common.metrics.series import OTHER, LabelValues
 
 log = structlog.get_logger()
 

@@ -3,7 +3,6 @@ can reach.
 
 api_keys.py      the keys and their file
 auth_provider.py   a plugin that says who a caller is, instead of keys
-cache_salts.py   what separates callers in the prefix cache
 kv_shares.py     the guaranteed shares of callers in the KV blocks of shards
 listener_tls.py  certificates of the HTTP and gRPC listeners, reloaded when their files change
 exposure.py      listeners on other addresses than loopback need both TLS and one of the others, or `--insecure`

@@ -24,7 +24,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.config import CallersConfig, ConfigError
 from kvloom_common.plugins import PluginError, PluginGroup
-from kvloom_common.process.failure_log import FailureLog, place_of
+from kvloom_common.process.access_log import FailureLog, place_of
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import structlog
 
 from kvloom_common.access.exposure import is_loopback
 from kvloom_common.config import ConfigError, IssuerConfig
-from kvloom_common.transport.no_redirects import NoRedirects
+from kvloom_common.transport.public_addresses import NoRedirects
 
 log = structlog.get_logger()
 

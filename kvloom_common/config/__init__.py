@@ -18,8 +18,6 @@ brownout.py      the brownout ladder
 shard.py         the shards, the simulated and the torch engine
 tensorrt_llm.py  TensorRT-LLM
 tenants.py       who may call
-tracing.py       traces of requests
-orchestrator.py  stored responses, conversations, files and batches
 file.py          reading and writing files
 """
 
@@ -28,7 +26,6 @@ from kvloom_common.config.edge import CellConfig, EdgeConfig
 from kvloom_common.config.fabric import FabricConfig, ResumeConfig
 from kvloom_common.config.file import dump_config, load_config
 from kvloom_common.config.models import ADAPTER_NAME, AdapterConfig, AdapterName, GenerationDefaults, ModelConfig
-from kvloom_common.config.orchestrator import OrchestratorConfig
 from kvloom_common.config.router import (
     DecisionLogConfig,
     DisaggregationConfig,
@@ -65,14 +62,14 @@ from kvloom_common.config.tenants import (
     CertificateConfig,
     ControlConfig,
     IssuerConfig,
+    OrchestratorConfig,
     RoleName,
     TenantId,
     TlsConfig,
     TokenAlgorithm,
 )
 from kvloom_common.config.tensorrt_llm import TensorRtLlmConfig
-from kvloom_common.config.tracing import TracingConfig
-from kvloom_common.config.tree import KvloomConfig, LogConfig, MetricsConfig, RedisConfig, SafetyConfig
+from kvloom_common.config.tree import KvloomConfig, LogConfig, MetricsConfig, RedisConfig, SafetyConfig, TracingConfig
 
 __all__ = [
     "ADAPTER_NAME",

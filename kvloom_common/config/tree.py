@@ -1,4 +1,7 @@
-"""The whole configuration, and its small sections."""
+"""The whole configuration, and its small sections.
+
+Traces of requests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from msgspec import Meta
 from kvloom_common.config.edge import EdgeConfig
 from kvloom_common.config.fabric import MOVED_TO_FABRIC, FabricConfig, ResumeConfig
 from kvloom_common.config.models import ModelConfig
-from kvloom_common.config.orchestrator import OrchestratorConfig
 from kvloom_common.config.router import RouterConfig
 from kvloom_common.config.routes import RouteConfig, ShadowConfig
 from kvloom_common.config.section import (
@@ -27,11 +29,35 @@ from kvloom_common.config.section import (
     FilePath,
     Flag,
     Port,
+    PositiveFloat,
     Section,
 )
 from kvloom_common.config.shard import ShardConfig
-from kvloom_common.config.tenants import CallersConfig, ControlConfig, TlsConfig
-from kvloom_common.config.tracing import TracingConfig
+from kvloom_common.config.tenants import CallersConfig, ControlConfig, OrchestratorConfig, TlsConfig
+
+
+class TracingConfig(Section):
+    """Traces of requests from the edge to the engine (docs/operate/traces.md)."""
+
+    otlp_endpoint: Annotated[
+        str,
+        Meta(pattern=r"^(https?://[^\s/]+/?)?$"),
+        Flag(
+            "otlp-endpoint",
+            "Send traces to this OpenTelemetry collector over OTLP/gRPC.",
+            default="no traces",
+            metavar="URL",
+        ),
+    ] = ""
+    """http://host:4317, or https:// with TLS. Empty: there are no traces, and they cost nothing. OpenTelemetry's own
+    variables OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_CERTIFICATE apply."""
+    sample_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """The share of the requests whose traces are kept whatever happens. Requests whose client has sampled its own trace
+    (`traceparent`) are kept, too."""
+    slow_ttft_seconds: PositiveFloat = 2.0
+    """Requests whose first token took longer are kept, as are those that failed, were refused, or moved."""
+    slow_seconds: PositiveFloat = 30.0
+    """Requests that took longer are kept."""
 
 
 class SafetyConfig(Section):

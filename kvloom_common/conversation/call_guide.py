@@ -11,7 +11,7 @@ from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.guide import MAX_SCHEMA_BYTES, check_guide
 from kvloom.v1.generation_pb2 import Guide
-from kvloom_common.json_schema.losses import UnfollowableSchema
+from kvloom_common.json_schema.objects import UnfollowableSchema
 from kvloom_common.json_schema.simplify import ANY_OBJECT, Simplified, simplified
 
 MAX_PARALLEL_CALLS: Final = 16

@@ -8,9 +8,8 @@ from typing import Final
 
 from kvloom_common.conversation.model_output import prompted
 from kvloom_common.parsers import registry
-from kvloom_common.parsers.events import Event
+from kvloom_common.parsers.events import Event, ReasoningTally
 from kvloom_common.parsers.output_parser import make_parser
-from kvloom_common.parsers.reasoning_tally import ReasoningTally
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from kvloom_common.text.tokenizer import ModelTokenizer

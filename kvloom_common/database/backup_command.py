@@ -14,8 +14,7 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom_common.config import ConfigError, KvloomConfig, load_config
 from kvloom_common.database.backup import BackupError, DatabaseCopy
-from kvloom_common.database.database import DatabaseInUseError
-from kvloom_common.database.failures import DATABASE_ERRORS
+from kvloom_common.database.database import DATABASE_ERRORS, DatabaseInUseError
 from kvloom_common.database.opening import MigrationError
 
 

@@ -15,8 +15,7 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy.engine import URL
 
-from kvloom_common.database.database import Database, DatabaseInUseError, open_database
-from kvloom_common.database.failures import DATABASE_ERRORS
+from kvloom_common.database.database import DATABASE_ERRORS, Database, DatabaseInUseError, open_database
 from kvloom_common.process.service import StartError
 
 log = structlog.get_logger()

@@ -8,5 +8,4 @@ references.py    finds what a reference names, within one schema
 patterns.py      regular expressions of JSON Schema in the syntax of the compilers
 bounded.py       bounds for what a model could write without end: numbers, fractions of times, values of any kind
 schema_check.py  whether a value conforms to a schema
-losses.py        what is dropped or refused, by path and keyword
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvloom.guide import MAX_MULTIPLE, digits_of_multiple
-from kvloom_common.json_schema.losses import Losses
+from kvloom_common.json_schema.objects import Losses
 from kvloom_common.json_schema.patterns import PatternError, translated
 
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")

@@ -18,9 +18,8 @@ from kvloom_common.json_schema.keywords import (
     STRING_KEYWORDS,
     cleaned,
 )
-from kvloom_common.json_schema.losses import Loss, Losses, UnfollowableSchema
 from kvloom_common.json_schema.merging import Contradiction, Unmergeable, merged, type_names
-from kvloom_common.json_schema.objects import object_schema
+from kvloom_common.json_schema.objects import Loss, Losses, UnfollowableSchema, object_schema
 from kvloom_common.json_schema.references import References
 from kvloom_common.json_schema.schema_check import conforms
 

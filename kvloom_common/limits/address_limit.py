@@ -1,13 +1,33 @@
-"""How many connections each address has open."""
+"""Counts of what different keys hold at a time, and of the connections that each address has open."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvloom_common.limits.client_address import Address, is_in, networks_of, parsed_address
-from kvloom_common.limits.keyed_counts import KeyedCounts
+
+_Key = TypeVar("_Key")
+
+
+class KeyedCounts(dict[_Key, int]):
+    """Keys that hold nothing count as 0 and take no memory."""
+
+    __slots__ = ()
+
+    def __missing__(self, key: _Key) -> int:
+        return 0
+
+    def add(self, key: _Key, count: int = 1) -> None:
+        self[key] += count
+
+    def remove(self, key: _Key, count: int = 1) -> None:
+        """`key` must hold at least `count`."""
+        self[key] -= count
+        if not self[key]:
+            del self[key]
+
 
 SUBSCRIBER_BITS: Final = 64
 """A subscriber of an IPv6 provider has at least a network of this prefix length, and so any number of addresses."""

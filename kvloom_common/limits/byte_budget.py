@@ -6,7 +6,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.limits.address_limit import KeyedCounts
 
 RETRY_SECONDS: Final = 2.0
 MEMORY_RETRY_SECONDS: Final = 5.0

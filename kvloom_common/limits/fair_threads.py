@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvloom_common.limits.keyed_counts import KeyedCounts
+from kvloom_common.limits.address_limit import KeyedCounts
 
 T = TypeVar("T")
 Owner = TypeVar("Owner")

@@ -2,8 +2,6 @@
 
 table.py         records of metrics, of which their objects and docs/reference/metrics.md are made
 series.py        counters and histograms that are cheap to update from one thread
-buckets.py       the buckets of all histograms
-label_values.py  bounds the number of values that a label has
 tenant_table.py  how current the table of tenants of a process is
 targets.py       which processes serve /metrics, for Prometheus' service discovery
 server.py        the listener of /metrics of processes other than edges

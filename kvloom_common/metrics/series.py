@@ -3,6 +3,9 @@ them.
 
 prometheus_client's own metrics take a lock for every update and search the buckets from the first one. For a metric
 that is updated several times per request, that costs as much as reading the request's body.
+
+Every process uses the same buckets, so that figures can be compared, and bounds its label values, each of which makes a
+series in the process and in Prometheus.
 """
 
 from __future__ import annotations
@@ -126,3 +129,50 @@ class HistogramFamily(_Family[HistogramSeries]):
             labels = dict(zip(self._labels, values, strict=True))
             family.samples.append(Sample(f"{self._name}_created", labels, series.created_at))
         yield family
+
+
+LATENCY_SECONDS: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
+"""For requests, and for parts of them."""
+TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+"""For the time between tokens."""
+TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
+"""For the lengths of prompts and answers."""
+FEW_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)
+
+
+OTHER: Final = "other"
+"""Stands for all values that have no series of their own."""
+MAX_LABEL_VALUES: Final = 256
+
+
+class LabelValues:
+    """The values of one label that have a series of their own: the first that come. Later ones share `OTHER`."""
+
+    def __init__(self, max_values: int = MAX_LABEL_VALUES) -> None:
+        self._max_values = max_values
+        self._values: set[str] = set()
+
+    def fold(self, value: str) -> str:
+        """The label value to count under."""
+        if value not in self._values:
+            if len(self._values) >= self._max_values:
+                return OTHER
+            self._values.add(value)
+        return value

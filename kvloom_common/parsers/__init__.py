@@ -7,7 +7,6 @@ events.py          `TextDelta`, `ReasoningDelta`, `ToolCallStart`, `ToolCallArgu
 spec.py            `OutputParser`, `ParserSpec`, `ToolSchema`
 output_parser.py   `make_parser`: a parser by the names of its families
 registry.py        the families by name: those of this package, and plugins
-reasoning_tally.py   how many tokens are reasoning, by what a parser finds in them
 sniff.py           which families a model needs, from its chat template
 core/              what the families share
 tools/             the families of tool calls

@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from kvloom_common.parsers.core.markers import Markers
+from kvloom_common.parsers.core.text_input import Markers
 from kvloom_common.parsers.spec import OutputParser, ParserSpec, ToolSchema
 from kvloom_common.plugins import PluginError, PluginGroup
 

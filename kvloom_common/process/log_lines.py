@@ -1,5 +1,5 @@
-"""Cheap log lines: all lines of 20 ms are made and written together, by one system call, and renderers do no more work
-than their output shows.
+"""Logs, set up the same way in every process. Their lines are cheap: all lines of 20 ms are made and written together,
+by one system call, and renderers do no more work than their output shows.
 
 For a line with five fields, structlog's own ConsoleRenderer takes 11 µs and `render_console` 2.8 µs; its JSONRenderer
 takes 3.6 µs and `render_json` 0.6 µs. The console output is the same.
@@ -11,12 +11,18 @@ import asyncio
 import atexit
 import contextlib
 import json
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final, TextIO
 
 import msgspec
+import structlog
+
+from kvloom_common.config import LogConfig
+from kvloom_common.process.request_context import add_request_fields
 
 MAX_WAITING_LINES: Final = 256
 FLUSH_SECONDS: Final = 0.02
@@ -118,3 +124,15 @@ def _shown(value: object) -> str:
         # Control characters of a request would otherwise reach the reader's terminal.
         return value if _QUOTED.isdisjoint(value) and value.isprintable() else repr(value)
     return repr(value)
+
+
+def configure_logging(config: LogConfig, process: str) -> None:
+    """Set structlog up to write to stderr. Every line has `process` (e.g. "router", "shard-0"). Prompts and tokens are
+    never logged."""
+    writer = LineWriter(sys.stderr, render_json if config.format == "json" else render_console, process)
+    structlog.configure(
+        processors=[add_request_fields, structlog.processors.format_exc_info, stamp],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
+        logger_factory=lambda *_args: writer,
+        cache_logger_on_first_use=True,
+    )

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvloom_common.tenancy.class_rights import ANY_CLASS, ClassRights
-from kvloom_common.tenancy.scopes import Scope
+from kvloom_common.tenancy.scopes import ANY_CLASS, ClassRights, Scope
 from kvloom_common.tenancy.table import Key, Organisation, Tenant, allows_model
 
 

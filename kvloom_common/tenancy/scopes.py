@@ -1,11 +1,10 @@
-"""Says what a key may be used for, and which roles may do what.
-
-A key has scopes; a user has a role in an organisation. Roles are ordered: each may do all that the one before it may.
-"""
+"""Says what a key may be used for, which roles may do what, and which priority classes an account may name."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
+
+import msgspec
 
 Scope = Literal["inference", "usage", "guardrails", "admin"]
 Role = Literal["reader", "member", "operator", "admin"]
@@ -27,3 +26,17 @@ SCOPES_OF_ROLE: Final[dict[Role, frozenset[Scope]]] = {
 def includes(role: Role, needed: Role) -> bool:
     """True when someone with this role may do what needs the other one."""
     return ROLES.index(role) >= ROLES.index(needed)
+
+
+class ClassRights(msgspec.Struct, frozen=True, gc=False):
+    allowed: tuple[str, ...] = ()
+    """Empty: all."""
+    default: str = ""
+    """"": none; the tier of a request decides."""
+
+    def allows(self, name: str) -> bool:
+        return not self.allowed or name in self.allowed
+
+
+ANY_CLASS = ClassRights()
+"""Those of most: one object for all."""

@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from kvloom.v1 import control_service_pb2 as pb
-from kvloom_common.tenancy.class_rights import ANY_CLASS, ClassRights
 from kvloom_common.tenancy.limits import NO_LIMITS, Limits, limits_from_proto
 from kvloom_common.tenancy.prices import Price, Prices
+from kvloom_common.tenancy.scopes import ANY_CLASS, ClassRights
 from kvloom_common.tenancy.sliced_dict import SlicedDict
 
 EXPIRED_SECONDS: Final = 3600.0

@@ -10,7 +10,6 @@ chat_template.py       renders a conversation with the model's Jinja template
 bounded_template.py    a Jinja sandbox whose templates end
 token_bytes.py         the exact bytes of every token
 detokenizer.py         turns ids into text while they are generated, with stop strings
-prompt_variables.py    variables in stored prompts
 json_escapes.py        reads text as JSON reads what stands in its strings
 restored_text.py       puts texts back in the place of placeholders
 block_hash.py          chained hashes of KV blocks

@@ -22,7 +22,7 @@ def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
     """The parent of a sequence's first block: 64 bits that name (model, adapter, cache_salt).
 
     `adapter` is the checksum of the adapter that computes the sequence: no other adapter, no earlier one of the same
-    name and not the model alone ("") computes the same KV. `cache_salt`: see kvloom_common/access/cache_salts.py."""
+    name and not the model alone ("") computes the same KV. `cache_salt`: see kvloom_common/access/kv_shares.py."""
     return xxhash.xxh3_64_intdigest("\0".join((model, adapter, cache_salt)).encode())
 
 

@@ -1,10 +1,14 @@
 """Puts placeholders in the place of texts, and texts back in the place of placeholders, in text that arrives in
-pieces."""
+pieces.
+
+Variables in the templates of stored prompts: `{{name}}`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from kvloom.v1.safety_service_pb2 import Mask
 
@@ -53,3 +57,6 @@ class RestoredText:
             if text[at] in self._firsts and any(each.startswith(text[at:]) for each in self._originals):
                 return at
         return len(text)
+
+
+VARIABLE: Final = re.compile(r"\{\{\s*([A-Za-z_][A-Za-z0-9_]{0,63})\s*\}\}")

@@ -1,7 +1,7 @@
 """A tokenization cache for each caller, in bounded memory.
 
 A process that encodes a text sooner because it has seen it before tells its sender that somebody has sent it. So only
-callers that share a cache scope (kvloom_common/access/cache_salts.py) share a cache. The caches together have a bound,
+callers that share a cache scope (kvloom_common/access/kv_shares.py) share a cache. The caches together have a bound,
 and the largest makes room for the others: a caller that floods the process with texts evicts its own.
 """
 

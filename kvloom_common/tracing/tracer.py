@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from kvloom_common.config.tracing import TracingConfig
+from kvloom_common.config.tree import TracingConfig
 from kvloom_common.process.extras import MissingPackageError, naming_extras
 from kvloom_common.process.service import StartError
 from kvloom_common.tracing.spans import KeepRule, Span

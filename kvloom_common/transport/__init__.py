@@ -4,7 +4,6 @@ grpc_settings.py    settings that gRPC reads from the environment when it is imp
 standard_services.py  health checks and reflection, beside a server's own service
 checked_server.py   answers malformed messages with INVALID_ARGUMENT
 plain_messages.py   messages as values of JSON, and back
-no_redirects.py     calls of configured addresses, without redirects
-public_addresses.py  calls of addresses that clients have given
+public_addresses.py  HTTP calls to addresses that an operator or a client has given
 local_server.py     serves local streams
 """

@@ -1,10 +1,11 @@
-"""HTTP calls of a service to an address that a client has given: only addresses of the public Internet are called,
-whatever a name resolves to at that moment."""
+"""HTTP calls of a service to addresses that its operator has configured, or that a client has given: of these only
+addresses of the public Internet are called, whatever a name resolves to at that moment."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import urllib.request
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -56,3 +57,10 @@ def split_url(url: str) -> SplitResult:
     if parts.port == 0:
         raise ValueError("0 is no port")
     return parts
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Fails a call that is answered with a redirect: no other address than the configured one is called."""
+
+    def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
+        return None

@@ -3,9 +3,8 @@
 secret.py         the secret: its text form, the keys that are derived from it, and how it is rotated
 fabric_trust.py   what a process proves to others and demands of them; without a secret, nothing
 tls_trust.py      TLS on both sides, with the certificates of the moment
-shared_secret.py  the same with a secret, kept up to date with its file
+shared_secret.py  a process's part in the trust of a fabric, with its secret or an identity
 identity.py       what a service has that must not have the secret: a certificate, and keys for its own records
-identity_trust.py  the same with an identity
 on_behalf.py      how an orchestrator says for whom it sends a request
 roles.py          which roles of processes may call which methods
 certificates.py   certificates that each process makes for itself from the secret, for TLS between processes

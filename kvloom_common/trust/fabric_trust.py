@@ -39,7 +39,7 @@ class FabricTrust(Protocol):
 
     @property
     def cache_key(self) -> bytes:
-        """The key for kvloom_common.access.cache_salts.CacheSalts."""
+        """The key for kvloom_common.access.kv_shares.CacheSalts."""
         ...
 
     @property
@@ -136,8 +136,7 @@ def load_trust(config: KvloomConfig, roles: Sequence[str], name: str) -> FabricT
         return NO_SECRET
     # Only here, because a process without a secret needs no cryptography.
     from kvloom_common.trust.identity import read_identity
-    from kvloom_common.trust.identity_trust import IdentityTrust
-    from kvloom_common.trust.shared_secret import SharedSecret
+    from kvloom_common.trust.shared_secret import IdentityTrust, SharedSecret
 
     if path is not None and (identity := read_identity(path)) is not None:
         if ((identity.role,), identity.name) != (tuple(roles), name):

@@ -79,7 +79,7 @@ class FabricSecret:
 
     @property
     def cache_key(self) -> bytes:
-        """The key for kvloom_common.access.cache_salts.CacheSalts. A rotation does not change it either, so that what
+        """The key for kvloom_common.access.kv_shares.CacheSalts. A rotation does not change it either, so that what
         is cached is found again."""
         return hmac.digest(self.identity, b"kvloom cache salts", hashlib.sha256)
 

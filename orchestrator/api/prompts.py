@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.text.prompt_variables import VARIABLE
+from kvloom_common.text.restored_text import VARIABLE
 from orchestrator.api.call import OperationCall, operation, quota_reached
 from orchestrator.database.schema import objects as table
 from orchestrator.store import objects

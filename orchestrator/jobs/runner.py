@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 from kvloom_common.process.cancellation import raise_if_cancelled
 from orchestrator.jobs import claims
 

@@ -42,8 +42,7 @@ from kvloom.v1.orchestrator_service_pb2 import (
     WriteFileResponse,
 )
 from kvloom_common.config import OrchestratorConfig
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.api import exports, files, responses
 from orchestrator.api.call import OPERATIONS, OperationCall

@@ -12,8 +12,7 @@ import sqlalchemy as sa
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom_common.database.database import Database
-from kvloom_common.database.failures import DATABASE_ERRORS, database_error
+from kvloom_common.database.database import DATABASE_ERRORS, Database, database_error
 from kvloom_common.process.cancellation import raise_if_cancelled
 from orchestrator.database.schema import objects
 from orchestrator.files.contents import ORPHAN_SECONDS, FileContents

@@ -18,11 +18,10 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.callers import Callers
 from kvloom_common.config import CallersConfig
-from kvloom_common.limits.address_limit import AddressLimit
+from kvloom_common.limits.address_limit import AddressLimit, KeyedCounts
 from kvloom_common.limits.byte_budget import ByteBudget, memory_error
 from kvloom_common.limits.client_address import Address
-from kvloom_common.limits.keyed_counts import KeyedCounts
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel
 from kvloom_common.transport.checked_server import malformed_message
 from router.caller_scope import caller_name, peer_host, require_one_credential_in, verified_caller
 from router.rpc.own_rpcs import Behaviour, Context, is_own

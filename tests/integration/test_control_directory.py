@@ -17,8 +17,8 @@ from kvloom.enums import ErrorReason
 from kvloom.errors import KvloomError
 from kvloom.v1 import control_service_pb2 as control_pb
 from kvloom.v1.control_service_pb2 import KeyUse, ReportKeyUsesRequest
-from kvloom_common.tenancy.class_rights import ClassRights
 from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.scopes import ClassRights
 from tests.fakes.control_world import ControlWorld, Pb, control_world
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from control.metric_table import USAGE_COST
 from control.usage.ledger import store
 from control.usage.spend import SpendMetric
-from kvloom_common.metrics.label_values import MAX_LABEL_VALUES
+from kvloom_common.metrics.series import MAX_LABEL_VALUES
 from kvloom_common.tenancy.usage_stream import UsageEntry
 from tests.fakes.usage import NOON, usage_database, usage_record
 from tests.integration.test_edge_admin import admin_world, ask

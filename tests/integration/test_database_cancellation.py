@@ -35,8 +35,7 @@ from kvloom.v1.control_service_pb2 import (
 )
 from kvloom.v1.directory_service_pb2 import CreateProjectRequest, ListProjectsRequest
 from kvloom.v1.usage_service_pb2 import GetBudgetsRequest, GetUsageRequest, ListAnswersRequest
-from kvloom_common.database.database import Database, open_database, with_driver
-from kvloom_common.database.failures import DatabaseAwayError
+from kvloom_common.database.database import Database, DatabaseAwayError, open_database, with_driver
 
 Call = Callable[[Database], Awaitable[Any]]
 

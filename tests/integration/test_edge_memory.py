@@ -10,8 +10,7 @@ import structlog.testing
 
 from edge_http.metric_table import MEMORY
 from kvloom_common.config import EdgeConfig
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
-from kvloom_common.limits.memory_watch import MemoryWatch
+from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel, MemoryWatch
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fakes.resume_world import CHAT

@@ -19,7 +19,7 @@ from kvloom_common.callers import Callers
 from kvloom_common.config import CertificateConfig, RouteConfig, TlsConfig
 from kvloom_common.models.model_routes import ModelRoutes
 from kvloom_common.process.watched_files import following
-from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.tenancy.scopes import ClassRights
 from kvloom_common.tenancy.table import Tenant
 from kvloom_common.trust.secret import FabricSecret
 from kvloom_common.trust.shared_secret import SharedSecret

@@ -15,7 +15,7 @@ from kvloom.v1 import router_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
-from kvloom_common.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel
 from router.rpc.limits import RpcSettings
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
@@ -45,13 +45,13 @@ async def start(world: RouterWorld, **limits: int) -> FakeShard:
 async def begin(stub: RouterServiceStub, name: str, text: str = "the fox") -> Any:
     """A stream that has its first token."""
     call = stub.Generate(request(text), metadata=caller(name), timeout=60)
-    assert await call.read() is not grpc.aio.EOF
+    assert await call.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 
 async def read_to_its_end(call: Any) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
             pass
 
 
@@ -174,7 +174,7 @@ async def test_a_router_that_is_short_of_memory(world: RouterWorld) -> None:
     assert error.reason == ErrorReason.ERROR_REASON_OVERLOADED
     answer = await world.ask(link, [1] * 20, 3)
     assert answer.finish.error.reason == ErrorReason.ERROR_REASON_OVERLOADED
-    assert await running.read() is not grpc.aio.EOF
+    assert await running.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
     world.server._on_memory_level(MemoryLevel.NORMAL)
     await begin(stub, "two")
     assert len((await world.ask(link, [1] * 20, 3)).token_ids[0]) == 3

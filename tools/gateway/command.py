@@ -15,7 +15,7 @@ from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.config import ConfigError, KvloomConfig
 from kvloom_common.metrics.server import MetricsServer
 from kvloom_common.process import service
-from kvloom_common.process.telemetry import configure_logging
+from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.watched_files import WatchedFiles, following
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.transport.checked_server import CheckedServer

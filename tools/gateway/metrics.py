@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom_common.metrics.buckets import TOKEN_SECONDS
+from kvloom_common.metrics.series import TOKEN_SECONDS
 from kvloom_common.metrics.table import MetricTable
 
 TABLE: Final = MetricTable("epp")

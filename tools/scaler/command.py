@@ -20,7 +20,7 @@ from kvloom.v1.external_scaler_pb2_grpc import add_ExternalScalerServicer_to_ser
 from kvloom_common.access.listener_tls import listener_tls
 from kvloom_common.metrics.exporter import open_metrics
 from kvloom_common.process import service
-from kvloom_common.process.telemetry import configure_logging
+from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.watched_files import following
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection

@@ -10,8 +10,7 @@ import msgspec
 
 from kvloom.v1.usage_service_pb2 import MeteredAnswer
 from kvloom_common.delivery_log import WitnessLine
-from kvloom_common.tenancy.answer_runs import AnswerRun, last_runs
-from kvloom_common.tenancy.usage_record import OWN_TIERS
+from kvloom_common.tenancy.usage_record import OWN_TIERS, AnswerRun, last_runs
 
 MAX_NAMED: Final = 20
 """How many answers a report names."""

@@ -20,7 +20,7 @@ from edge_http.openai.responses.requests import ResponsesBody
 from edge_http.openai.search_options import RankingOptions, SearchFilter
 from kvloom.errors import invalid_argument
 from kvloom.text.chat_message import ChatMessage
-from kvloom_common.conversation.call_ids import tool_call_id
+from kvloom_common.conversation.model_output import tool_call_id
 
 KIND: Final = "file_search"
 OPTION: Final = "file_search"

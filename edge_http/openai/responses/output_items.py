@@ -16,7 +16,7 @@ import msgspec
 from edge_http.formatting.client_tools import NO_CLIENT_TOOLS, ClientTool, custom_input
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.json_bytes import Buffer, encode_json
-from kvloom_common.conversation.call_ids import tool_call_id
+from kvloom_common.conversation.model_output import tool_call_id
 
 WHITE_SPACE: Final = " \n\r\t"
 _BLANK: Final = re.compile(rb"(?: |\\[nrt])*")

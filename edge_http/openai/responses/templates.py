@@ -9,7 +9,7 @@ import msgspec
 
 from edge_http.openai.responses.requests import PromptName
 from kvloom.errors import invalid_argument
-from kvloom_common.text.prompt_variables import VARIABLE
+from kvloom_common.text.restored_text import VARIABLE
 
 _FIELD: Final = "prompt.variables"
 

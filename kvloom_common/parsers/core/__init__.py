@@ -1,7 +1,6 @@
 """The families of parsers share these modules.
 
 text_input.py      text that has arrived and is not consumed, and generators that wait for more of it
-markers.py         finds markers in text, and holds back only what may become one
 grammar_parser.py  `GrammarParser`: an output parser whose grammar is written as a generator
 json_scanner.py    finds the end of a JSON value, piece by piece
 json_call.py       calls whose arguments are JSON: streamed verbatim

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvloom_common.parsers.core.markers import SPACE, Markers, space_from
-from kvloom_common.parsers.core.text_input import EndOfOutput, Malformed, Steps, TextInput
+from kvloom_common.parsers.core.text_input import SPACE, EndOfOutput, Malformed, Markers, Steps, TextInput, space_from
 from kvloom_common.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from kvloom_common.parsers.spec import ToolSchema
 

@@ -12,8 +12,7 @@ from typing import Final
 
 from kvloom_common.parsers.core.grammar_parser import GrammarParser
 from kvloom_common.parsers.core.json_scanner import JsonScanner
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import EndOfOutput, Malformed, Steps
+from kvloom_common.parsers.core.text_input import EndOfOutput, Malformed, Markers, Steps
 
 MAX_NAME_CHARS: Final = 256
 MAX_HEAD_CHARS: Final = 65_536

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from kvloom_common.parsers.core.grammar_parser import GrammarParser
 from kvloom_common.parsers.core.json_text import allowed_types, escape, quote, typed
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import EndOfOutput, Steps
+from kvloom_common.parsers.core.text_input import EndOfOutput, Markers, Steps
 
 MAX_VALUE_CHARS: Final = 65_536
 """A value that is no string is held until it is whole. A longer one is taken for a string."""

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.grammar_parser import GrammarParser
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Steps
+from kvloom_common.parsers.core.text_input import Markers, Steps
 
 _RESPONSE: Final = Markers("Here is my response:", "Here's my response:")
 _RESPONSE_END: Final = Markers("</response>")

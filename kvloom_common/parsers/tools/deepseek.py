@@ -18,8 +18,7 @@ import re
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import MAX_NAME_CHARS, JsonCallParser
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Steps
+from kvloom_common.parsers.core.text_input import Markers, Steps
 
 _CALLS_BEGIN: Final = "<｜tool▁calls▁begin｜>"
 _CALLS_END: Final = "<｜tool▁calls▁end｜>"

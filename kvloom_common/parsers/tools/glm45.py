@@ -15,8 +15,7 @@ import re
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import MAX_NAME_CHARS
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Steps
+from kvloom_common.parsers.core.text_input import Markers, Steps
 from kvloom_common.parsers.core.typed_value import TypedValueParser
 
 _START: Final = Markers("<tool_call>")

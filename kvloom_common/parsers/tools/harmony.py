@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import JsonCallParser
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Malformed, Steps
+from kvloom_common.parsers.core.text_input import Malformed, Markers, Steps
 from kvloom_common.parsers.spec import ToolSchema
 
 MAX_HEADER_CHARS: Final = 512

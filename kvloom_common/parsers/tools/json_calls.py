@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import MAX_NAME_CHARS, JsonCallParser
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Malformed, Steps
+from kvloom_common.parsers.core.text_input import Malformed, Markers, Steps
 
 _PYTHON_TAG: Final = Markers("<|python_tag|>")
 _TOOL_CALLS: Final = Markers("[TOOL_CALLS]")

@@ -13,8 +13,7 @@ import re
 from typing import ClassVar, Final
 
 from kvloom_common.parsers.core.json_call import MAX_NAME_CHARS, JsonCallParser
-from kvloom_common.parsers.core.markers import Markers
-from kvloom_common.parsers.core.text_input import Steps
+from kvloom_common.parsers.core.text_input import Markers, Steps
 
 _SECTION_BEGIN: Final = "<|tool_calls_section_begin|>"
 _SECTION_END: Final = "<|tool_calls_section_end|>"

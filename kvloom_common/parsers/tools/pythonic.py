@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-from kvloom_common.parsers.core.markers import Markers
 from kvloom_common.parsers.core.python_call import PythonCallParser
-from kvloom_common.parsers.core.text_input import Steps
+from kvloom_common.parsers.core.text_input import Markers, Steps
 
 _START: Final = Markers("<|python_start|>")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvloom.v1.usage_service_pb2 import BudgetState, MeteredAnswer
-from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS
+from kvloom_common.tenancy.usage_record import MAX_LOST_TOKENS
 from lab.chaos.checking.metering import LoggedUsage, compare_metering
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report import LOSES_RECORDS, MAX_LISTED, may_miss_usage_record

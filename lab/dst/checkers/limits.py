@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_TOKENS
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from kvloom_common.tenancy import answer_runs
-from kvloom_common.tenancy.answer_runs import AnswerRun
+from kvloom_common.tenancy import usage_record
 from kvloom_common.tenancy.limits import Limits
+from kvloom_common.tenancy.usage_record import AnswerRun
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest
 from lab.dst.tenancy.sim_limits import PRICE
@@ -190,8 +190,8 @@ class ComputedIsMetered(Checker):
 
     def on_quiescence(self, world: WorldView) -> None:
         for answer_id, runs in self._runs.items():
-            counted = sum(run.end for run in answer_runs.last_runs(runs))
-            if counted < self._num_sent[answer_id] - answer_runs.MAX_LOST_TOKENS:
+            counted = sum(run.end for run in usage_record.last_runs(runs))
+            if counted < self._num_sent[answer_id] - usage_record.MAX_LOST_TOKENS:
                 self.fail(f"{answer_id}: {self._num_sent[answer_id]} tokens were generated, {counted} count")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom_common.tenancy import answer_runs
+from kvloom_common.tenancy import usage_record
 from kvloom_common.tenancy.prices import Price
 from lab.dst.checker import Checker
 from lab.dst.checkers import LIMIT_CHECKERS
@@ -157,7 +157,7 @@ def prefills_claims_for_nothing(patch: Patch) -> None:
 
 def counts_the_furthest_run(patch: Patch) -> None:
     """Of all runs of an answer only one counts, as for answers of edges."""
-    patch.setattr(answer_runs, "last_runs", lambda runs: [max(runs)])
+    patch.setattr(usage_record, "last_runs", lambda runs: [max(runs)])
 
 
 def issues_tickets_for_any_request(patch: Patch) -> None:

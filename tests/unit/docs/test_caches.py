@@ -15,8 +15,7 @@ import pytest
 from edge_http.openai import logprobs
 from edge_http.wire import sse
 from kvloom.text import token_ids
-from kvloom_common.access.cache_salts import CacheSalts
-from kvloom_common.access.kv_shares import KvShares
+from kvloom_common.access.kv_shares import CacheSalts, KvShares
 from kvloom_common.parsers import registry
 from kvloom_common.text import block_hash
 from router.core.expected_output import ExpectedOutput

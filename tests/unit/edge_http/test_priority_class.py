@@ -13,8 +13,8 @@ from edge_http.wire.headers import OBJECTIVE, PRIORITY_CLASS
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import TIER_BATCH, TIER_INTERACTIVE
-from kvloom_common.tenancy.class_rights import ClassRights
 from kvloom_common.tenancy.principal import Principal
+from kvloom_common.tenancy.scopes import ClassRights
 
 DECLARED = frozenset({"interactive", "batch", "gold", "flex"})
 

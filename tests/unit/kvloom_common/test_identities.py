@@ -9,9 +9,9 @@ import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom_common.access.cache_salts import CacheSalts
 from kvloom_common.access.caller_access import check_models, check_scope, may_use
 from kvloom_common.access.identities import Identities, contents_of
+from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.access.tenants import Tenants
 from kvloom_common.config import (
     CallersConfig,

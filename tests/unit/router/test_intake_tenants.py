@@ -11,8 +11,8 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import TIER_BATCH
-from kvloom_common.access.cache_salts import CacheSalts
-from kvloom_common.tenancy.class_rights import ClassRights
+from kvloom_common.access.kv_shares import CacheSalts
+from kvloom_common.tenancy.scopes import ClassRights
 from kvloom_common.tenancy.table import Tenant
 from router.caller_scope import TRUSTED, CallerAccess, CallerScope
 from router.core.events import Request

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from structlog.testing import capture_logs
 
 from kvloom_common.config import KvloomConfig
 from kvloom_common.plugins import PluginError
-from kvloom_common.process.failure_log import LOG_SECONDS
+from kvloom_common.process.access_log import LOG_SECONDS
 from router.core.core import RouterCore
 from router.core.placement import Policy
 from router.core_settings import core_config
@@ -27,7 +29,7 @@ class ScriptedPolicy(Policy):
     def __init__(self, costs: object) -> None:
         self._costs = costs
 
-    def costs(self, arrival, candidates):
+    def costs(self, arrival, candidates) -> Any:
         if isinstance(self._costs, Exception):
             raise self._costs
         return self._costs
@@ -76,7 +78,7 @@ def test_the_log_of_failures_is_bounded() -> None:
         ("Acme = dict", "is no router.core.placement.Policy"),
         (
             "from router.core.placement.policy import Policy\n"
-            "class Acme(Policy):\n    def costs(self, arrival, candidates): return []\n",
+            "class Acme(Policy):\n    def costs(self, arrival, candidates) -> Any: return []\n",
             "does not name its `terms`",
         ),
     ],

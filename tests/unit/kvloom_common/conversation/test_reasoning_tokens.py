@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_common.conversation.reasoning_tokens import CHUNK_TOKENS, ReasoningCounter
+from kvloom_common.parsers.events import ReasoningTally
 from kvloom_common.parsers.output_parser import make_parser
-from kvloom_common.parsers.reasoning_tally import ReasoningTally
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.text.detokenizer import IncrementalDetokenizer
 from tests.fakes.tiny_tokenizer import model_tokenizer

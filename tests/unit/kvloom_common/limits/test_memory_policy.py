@@ -6,14 +6,15 @@ import mmap
 
 import pytest
 
-from kvloom_common.limits.memory_policy import (
+from kvloom_common.limits.memory_watch import (
     CHECK_SAMPLES,
     NUM_STEADY_SAMPLES,
     RETURN_BYTES,
     MemoryLevel,
     MemoryPolicy,
+    ResidentMemory,
+    memory_limit_bytes,
 )
-from kvloom_common.limits.memory_watch import ResidentMemory, memory_limit_bytes
 
 MB = 2**20
 

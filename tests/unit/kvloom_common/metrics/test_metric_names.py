@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvloom_common.discovery.records import MetricsTarget
 from kvloom_common.limits.memory_watch import MemoryRecords
-from kvloom_common.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
+from kvloom_common.metrics.series import MAX_LABEL_VALUES, OTHER, LabelValues
 from kvloom_common.metrics.table import HistogramRecord, MetricRecord
 from kvloom_common.metrics.targets import http_sd
 from kvloom_common.metrics.tenant_table import TenantTableRecords

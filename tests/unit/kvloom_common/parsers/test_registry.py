@@ -51,7 +51,7 @@ def test_the_page_s_first_example_runs(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_plugin_of_reasoning_has_a_prefix(plugin_site: PluginSite) -> None:
     """The two kinds of families have names of their own: a model's may be equal."""
     source = (
-        "from kvloom_common.parsers.core.markers import Markers\n"
+        "from kvloom_common.parsers.core.text_input import Markers\n"
         "from kvloom_common.parsers.reasoning.marked import MarkedReasoningParser\n"
         "class Acme(MarkedReasoningParser):\n    pairs = {'<r>': Markers('</r>')}\n"
     )

@@ -8,8 +8,7 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvloom_common.tenancy.answer_runs import MAX_LOST_TOKENS, AnswerRun, last_runs
-from kvloom_common.tenancy.usage_record import OUTCOME_LOST, counting
+from kvloom_common.tenancy.usage_record import MAX_LOST_TOKENS, OUTCOME_LOST, AnswerRun, counting, last_runs
 from tests.fakes.usage import usage_record
 
 
@@ -73,7 +72,7 @@ RUNS = st.lists(st.tuples(SPANS, st.booleans()), min_size=1, max_size=6)
 @example([([0, 20], True), ([1, 19], False), ([1, 20], False)])
 def test_what_is_computed_counts(runs: list[tuple[list[int], bool]]) -> None:
     """Whatever positions a client names, and in whatever order records arrive."""
-    named = [AnswerRun(*span, ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]
+    named = [AnswerRun(span[0], span[1], ("", number), is_lost) for number, (span, is_lost) in enumerate(runs)]
     counted = last_runs(named)
     computed = sum(run.end - run.begin for run in named if not run.is_lost)
     total = sum(run.end for run in counted)

@@ -13,10 +13,10 @@ from kvloom_common.private_file import write_private_file
 from kvloom_common.tenancy.usage_stream import Stored, UsageStream
 from kvloom_common.trust.fabric_trust import load_trust
 from kvloom_common.trust.identity import ServiceIdentity, issue_identity, read_identity
-from kvloom_common.trust.identity_trust import IdentityTrust
 from kvloom_common.trust.seal import SealError
 from kvloom_common.trust.sealing import SecretSealer
 from kvloom_common.trust.secret import FabricSecret, SecretError, read_secret
+from kvloom_common.trust.shared_secret import IdentityTrust
 
 SECRET: Final = FabricSecret.draw()
 OTHERS: Final = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom_common.metrics.buckets import LATENCY_SECONDS
+from kvloom_common.metrics.series import LATENCY_SECONDS
 from kvloom_common.models.likelihood_gap import GapSums
 from tools.supervisor.rollout.judge import (
     ALPHA,

@@ -11,7 +11,7 @@ import pytest
 
 from kvloom.adapters import Adapter
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
-from kvloom_common.access.cache_salts import CacheSalts
+from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.config import ResultCacheConfig
 from router.core.actions import AnswerCompleted, CompletedChoice
 from router.core.events import ChoiceSpec, Request, RequestArrived, ShardDescription
