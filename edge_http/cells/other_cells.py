@@ -134,8 +134,10 @@ class OtherCells:
         starts = [report.starts[model] for report in reports if model in report.starts]
         if not starts:
             return CellView(cell, round_trip, math.inf, 0.0)
-        num_sent = self._num_sent[cell][model]
-        wait = sum(start.wait_seconds + num_sent / len(starts) * start.seconds_each for start in starts) / len(starts)
+        wait = sum(start.wait_seconds for start in starts) / len(starts)
+        each = sum(start.seconds_each for start in starts) / len(starts) ** 2
+        elapsed = self._now() - max(report.answered_at for report in reports)
+        wait += max(0.0, self._num_sent[cell][model] * each - elapsed)  # what was sent since then has begun meanwhile
         return CellView(cell, round_trip, wait, max(start.prefill_tokens_per_second for start in starts))
 
     def _round_trips(self) -> dict[tuple[str], float]:

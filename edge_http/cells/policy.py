@@ -1,8 +1,8 @@
-"""The order in which cells are asked for a request: the one first where it begins soonest, unless another does so by
-too little to leave the cell where it would be.
+"""The order in which cells are asked for a request: the one first where it begins soonest, but the own one unless
+another is better by a margin.
 
 A request begins in a cell after the way there and back, the wait there, and the prefill of what another cell has
-cached. It stays in the cell that has cached most of its prompt, or else in the own one.
+cached. The last of these keeps a conversation where it is: it changes sides when the conversation moves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 MARGIN_SECONDS: Final = 0.05
-"""By how much another cell must be better. What is known of cells is up to a second old, and estimated."""
+"""By how much another cell must be better than the own one. What is known of cells is estimated, and up to a second
+old."""
 MARGIN_SHARE: Final = 0.2
 """The same, as a share of the time that the better cell needs."""
 
@@ -44,15 +45,13 @@ def start_seconds(cell: CellView, cached: CachedPrefix | None) -> float:
 
 
 def ordered_cells(cells: Sequence[CellView], cached: CachedPrefix | None) -> list[str]:
-    """The names of the cells, the best first. The first of `cells` is the one for requests without a `cached` prefix
-    in any of them."""
+    """The names of the cells, the best first. The first of `cells` is the own one."""
     seconds = {cell.name: start_seconds(cell, cached) for cell in cells}
     order = sorted(seconds, key=seconds.__getitem__)
     if not order:
         return order
-    home = cached.cell if cached is not None and cached.cell in seconds else cells[0].name
-    best = seconds[order[0]]
-    if best == math.inf or seconds[home] <= best + max(MARGIN_SECONDS, MARGIN_SHARE * best):
-        order.remove(home)
-        order.insert(0, home)
+    own, best = cells[0].name, seconds[order[0]]
+    if best == math.inf or seconds[own] <= best + max(MARGIN_SECONDS, MARGIN_SHARE * best):
+        order.remove(own)
+        order.insert(0, own)
     return order

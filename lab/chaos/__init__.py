@@ -3,6 +3,7 @@
 command.py  the command and its progress line
 run.py      one run: the fabric, its users, the faults and the report
 users.py    simulated users
+region_loss.py  two cells, one of which is lost
 clients/    their questions, the correct answers, and the clients that they use
 fabric/     the processes under test and the faults
 tenants/    keys, limits and budgets of the users, and what must hold of them

@@ -16,6 +16,7 @@ from lab.chaos.attackers.mix import ATTACK_NAMES
 from lab.chaos.checking.report_text import attack_page, chaos_page, soak_page, summary
 from lab.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
 from lab.chaos.fabric.surroundings import unavailable
+from lab.chaos.region_loss import lose_region
 from lab.chaos.run import ChaosPlan, Progress, run_chaos
 from lab.pages import check_page, write_table
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
@@ -220,6 +221,13 @@ def _list_faults(context: click.Context, _parameter: click.Parameter, value: boo
     help="Inject no faults: apply a steady load and record the memory of each process over time.",
 )
 @option(
+    "--region-loss",
+    is_flag=True,
+    scope="chaos",
+    help="Instead of faults: two cells (docs/operate/regions.md) with streams of two tenants, one of which is resident "
+    "in the cell that is lost, by its network and then with its processes. It takes a minute.",
+)
+@option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     scope="chaos",
@@ -235,6 +243,7 @@ def chaos(
     num_users: int | None,
     soak: bool,
     attack_seconds: float | None,
+    region_loss: bool,
     page: Path | None,
     model: str,
     data_dir: Path | None,
@@ -257,6 +266,9 @@ def chaos(
     show = _ProgressLine()
     cache_dir = model_cache_dir(data_dir)
     found = resolve_model(model, cache_dir, show.say)
+    if region_loss:
+        _lose_region(ModelConfig(name=found.name, path=str(found.path)), sizes["seed"], num_users or _NUM_USERS, show)
+        return
     plan = ChaosPlan(
         model=ModelConfig(name=found.name, path=str(found.path)),
         kinds=[] if soak or attack_seconds else kinds,
@@ -281,6 +293,13 @@ def chaos(
         show.say(
             "\n".join(("", *report["problems"], f"logs: {report['logs']}", f"again: {_command(plan, kinds, soak)}"))
         )
+        sys.exit(1)
+
+
+def _lose_region(model: ModelConfig, seed: int, num_users: int, show: _ProgressLine) -> None:
+    report = asyncio.run(lose_region(model, seed, num_users, show.say))
+    print(json.dumps(report, indent=2))
+    if report["problems"]:
         sys.exit(1)
 
 

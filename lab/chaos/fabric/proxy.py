@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can stall and reset its connections."""
+"""A TCP proxy on loopback that can delay, stall and reset its connections."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class FaultProxy:
         self._flows.set()
         self._server: asyncio.Server | None = None
         self.port = 0
+        self.delay_seconds = 0.0
+        """How late everything arrives, in each direction."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -102,9 +104,13 @@ class FaultProxy:
             piece = await reader.read(_CHUNK_BYTES)
             await self._flows.wait()
             if not piece:
+                await asyncio.sleep(self.delay_seconds)
                 with contextlib.suppress(OSError):
                     writer.write_eof()
                 return
+            if self.delay_seconds:
+                asyncio.get_running_loop().call_later(self.delay_seconds, writer.write, piece)
+                continue
             writer.write(piece)
             await writer.drain()
 

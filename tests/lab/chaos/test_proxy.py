@@ -73,3 +73,19 @@ async def test_a_reset_breaks_what_is_open_and_nothing_later(proxy: FaultProxy):
         writer.write(b"two")
         assert await reader.readexactly(3) == b"two"
         writer.close()
+
+
+async def test_a_delay_keeps_everything_in_order_to_the_end(proxy: FaultProxy):
+    """The way to another region is long, and loses nothing."""
+    proxy.delay_seconds = 0.02
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        began_at = loop.time()
+        for number in range(100):
+            writer.write(b"%d " % number)
+            await asyncio.sleep(0)
+        writer.write_eof()
+        assert await reader.read(-1) == b"".join(b"%d " % number for number in range(100))
+        assert loop.time() - began_at >= 2 * proxy.delay_seconds
+        writer.close()
