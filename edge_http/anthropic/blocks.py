@@ -70,10 +70,13 @@ class DocumentSource(msgspec.Struct, kw_only=True):
     type: str | None = None
     data: str | None = None
     content: Any = None
+    media_type: str | None = None
+    file_id: str | None = None
+    url: str | None = None
 
 
 class DocumentBlock(MessageBlock, kw_only=True, tag="document"):
-    """A document; only one that is text can be read."""
+    """A document. Its text is what the model reads; where it is none, an orchestrator reads it."""
 
     source: DocumentSource | None = None
     title: str | None = None

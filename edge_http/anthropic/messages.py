@@ -225,6 +225,10 @@ def _joined(texts: Sequence[str]) -> str:
 def _refused(block: ContentBlock, field: str, where: str) -> KvloomError:
     field += ".type"
     kind = kind_of(block)
-    if isinstance(block, MediaBlock | DocumentBlock):
-        return unsupported(f"{field}: blocks of type {kind!r} are not supported: this model reads text only.", field)
+    if isinstance(block, DocumentBlock):
+        why = "are read by an orchestrator, and there is none (kvloom up --orchestrator)."
+        return unsupported(f"{field}: documents that are not text {why}", field)
+    if isinstance(block, MediaBlock):
+        message = f"{field}: blocks of type {kind!r} are not supported: this model has no capability 'vision'."
+        return unsupported(message, field)
     return invalid_argument(f"{field}: blocks of type {kind!r} do not go with role {where}.", field)

@@ -79,7 +79,7 @@ async def begin_background(
     kept = KeepResponseRequest(
         owner=owner_of(edge, request),
         response=response,
-        input_items=map(bytes, given),
+        input_items=map(bytes, stored.own_items),
         previous_response_id=stored.previous_response_id,
         conversation_id=body.conversation_id,
     )

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
+from edge_http.endpoints.file_inputs import read_chat_files
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
@@ -138,9 +139,11 @@ async def _chat_job(
 async def _stored_chat_job(
     edge: Edge, request: web.BaseRequest, raw: bytes, body: ChatBody, model: ServedModel
 ) -> GenerationJob:
-    """Does what `_chat_job` does, for a completion that may be stored."""
+    """Does what `_chat_job` does, for a completion that may be stored, and whose messages may have files."""
+    assert edge.orchestrator is not None
+    await read_chat_files(edge.orchestrator, owner_of(edge, request), body.messages)
     job = await _chat_job(edge, request, raw, body, model)
-    if body.store and edge.orchestrator is not None:
+    if body.store:
         job.keep = keeping_chat(edge.orchestrator, owner_of(edge, request), raw, body.metadata, body.safety_identifier)
     return job
 

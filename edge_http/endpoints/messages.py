@@ -26,9 +26,11 @@ from edge_http.anthropic.settings import (
 from edge_http.anthropic.tools import MessageTools, tools_of
 from edge_http.edge import Edge
 from edge_http.endpoints.answering import read_prompt_body
+from edge_http.endpoints.file_inputs import read_documents
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
+from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.routed import GenerationApi, serve_generation
 from edge_http.formatting.body_guide import BodyGuide, with_calls
 from edge_http.formatting.client_tools import left_out_headers
@@ -135,6 +137,8 @@ async def _prepared(
     guardrails: Sequence[str] | None = None,
 ) -> _Prepared:
     """Raises KvloomError."""
+    if edge.orchestrator is not None:
+        await read_documents(edge.orchestrator, owner_of(edge, request), body.messages)
     tools = tools_of(body)
     plan = plan_tools(
         tools.tools,

@@ -91,7 +91,7 @@ async def _stored_job(
     else:
         if stored.generation and isinstance(body.at, int):
             fork(job, stored.generation, body.at)
-        stored.has_more = search is not None or job.has_summary
+        stored.has_more |= search is not None or job.has_summary
         job.keep = keeping(link, owner, body, stored, job)
     return job
 

@@ -21,7 +21,7 @@ from edge_http.endpoints.forking import generation_json, give_seed
 from edge_http.endpoints.generation_job import GenerationJob
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.resume import cancel_response, resume_stream
-from edge_http.endpoints.stored_input import StoredInput, input_items
+from edge_http.endpoints.stored_input import StoredInput
 from edge_http.formatting.response_formatter import Envelope
 from edge_http.openai.responses.requests import StoredResponsesBody
 from edge_http.orchestrator_link import OrchestratorLink
@@ -47,7 +47,7 @@ async def keep_response(
         KeepResponseRequest(
             owner=owner,
             response=response,
-            input_items=map(bytes, input_items(stored)),
+            input_items=map(bytes, stored.own_items),
             previous_response_id=stored.previous_response_id,
             conversation_id=body.conversation_id,
             generation=generation_json(job, token_ids) if can_fork and job.moderation is None else b"",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from edge_http.endpoints.file_inputs import read_item_files
 from edge_http.formatting.json_bytes import Json
 from edge_http.openai.responses.input_items import references_in
 from edge_http.openai.responses.requests import StoredResponsesBody
@@ -21,7 +22,7 @@ class StoredInput(msgspec.Struct):
     earlier: list[msgspec.Raw]
     """The items before its input."""
     input: str | list[msgspec.Raw]
-    """Its input, with the items to which it refers."""
+    """Its input, with the items to which it refers, and the texts of its files."""
     echo: Json
     """The fields by which the response tells of them."""
     prompt: RenderedPrompt | None = None
@@ -29,9 +30,11 @@ class StoredInput(msgspec.Struct):
     previous_response_id: str = ""
     """The response that it follows. Of a fork this may be an earlier one than its request names."""
     has_more: bool = False
-    """The model got more than what is stored: passages of files."""
+    """The model got more than what is stored: passages or texts of files."""
     generation: bytes = b""
     """The generation (forking.py) of the response that it forks from, if it does so behind a token."""
+    own_items: Sequence[msgspec.Raw] = ()
+    """Its input as it is stored: with files instead of their texts."""
     is_last_known: bool = False
     """The items before it are those that this edge knew last: storage is slow, or away."""
 
@@ -73,13 +76,17 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
             given = [*map(msgspec.Raw, context.forked_items), *_as_items(given)]
         if body.prompt is not None:
             prompt = rendered(context.prompt, body.prompt)
+    own_items = _as_items(given)
+    read, given = await read_item_files(link, owner, earlier, given)
     return StoredInput(
-        earlier,
+        read,
         given,
         state_echo(body, prompt),
         prompt,
         previous_response_id=previous,
+        has_more=read is not earlier,
         generation=generation,
+        own_items=own_items,
         is_last_known=is_last_known,
     )
 

@@ -11,6 +11,7 @@ import msgspec
 from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
 from edge_http.formatting.decoding import check_num_messages
 from edge_http.openai import unsupported
+from kvloom.conversation.earlier import MEDIA
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -37,6 +38,8 @@ class ContentPart(OpenStruct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     """With type refusal: what the assistant said instead of an answer."""
+    file: dict[str, Any] | None = None
+    """With type file: `file_id`, or `file_data` and `filename`. Its text is what the model reads."""
 
 
 class FunctionBody(OpenStruct, kw_only=True):
@@ -371,11 +374,20 @@ def parts_text(parts: Sequence[ContentPart], field: str) -> str:
 
 def _part_text(part: ContentPart, at: str) -> str:
     if part.type not in TEXT_PARTS:
-        field = f"{at}.type"
-        raise unsupported_error(f"{field}: content parts of type {_quoted(part.type)} are not supported.", field)
+        raise refused_part(part.type, at)
     if part.text is None:
         raise invalid_argument(f"{at}.text is missing.", f"{at}.text")
     return part.text
+
+
+def refused_part(kind: str, at: str) -> KvloomError:
+    """The error for a part that no model here can take."""
+    why = {
+        "image": " by this model: it has no capability 'vision'",
+        "file": " without an orchestrator, which reads them (kvloom up --orchestrator)",
+    }.get(MEDIA.get(kind, ""), "")
+    field = f"{at}.type"
+    return unsupported_error(f"{field}: content parts of type {_quoted(kind)} are not supported{why}.", field)
 
 
 def _check_shared(body: GenerationBody) -> None:

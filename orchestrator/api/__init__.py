@@ -8,6 +8,7 @@ history.py        conversations as users look for them: listed, searched, delete
 feedback.py       feedback on responses
 exports.py        stored objects as lines of JSON
 files.py          files, without their contents
+file_texts.py     their texts, for a model
 vector_stores.py  vector stores, and searches in them
 vector_store_files.py  their files, one by one and in batches
 anthropic_files.py  the same in the shape of Anthropic's API

@@ -12,6 +12,7 @@ from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
 from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.files.sealed import TenantContents
+from orchestrator.search.file_texts import FileTexts
 from orchestrator.search.searcher import Searcher
 
 
@@ -22,6 +23,7 @@ class OperationCall:
     database: Database
     contents: TenantContents
     searcher: Searcher
+    texts: FileTexts
     settings: OrchestratorConfig
     sealer: StateSealer
     tenant: str

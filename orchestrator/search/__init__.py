@@ -1,6 +1,7 @@
 """Searching in files: how they become chunks with vectors, and how chunks are found again.
 
 extraction.py  the text of a file, in a process of its own where it must be parsed
+file_texts.py  texts of files that requests give to a model, kept for a while
 chunking.py    cuts texts into chunks
 embedding.py   vectors of texts, by an encoder of the fabric
 indexing.py    works at one file of a vector store, to its end

@@ -102,7 +102,7 @@ def is_markdown(name: str) -> bool:
     return name.lower().endswith((".md", ".markdown"))
 
 
-async def text_of(name: str, content: bytes) -> str:
+async def text_of(name: str, content: bytes, max_seconds: float = MAX_SECONDS) -> str:
     """Raises UnreadableError."""
     kind = kind_of(name, content)
     if kind == "text":
@@ -114,7 +114,7 @@ async def text_of(name: str, content: bytes) -> str:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(MAX_SECONDS):
+        async with asyncio.timeout(max_seconds):
             text, _ = await process.communicate(content)
     except TimeoutError as error:
         raise UnreadableError(INVALID, "The file takes too long to read.") from error

@@ -13,6 +13,7 @@ import msgspec
 import orchestrator.api.batches
 import orchestrator.api.erasures
 import orchestrator.api.feedback
+import orchestrator.api.file_texts
 import orchestrator.api.history
 import orchestrator.api.retention
 import orchestrator.api.uploads
@@ -49,6 +50,7 @@ from orchestrator.api.call import OPERATIONS, OperationCall
 from orchestrator.background.log import MAX_PIECE, ResponseLogs
 from orchestrator.files.sealed import TenantContents
 from orchestrator.metrics import CALLS
+from orchestrator.search.file_texts import FileTexts
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.file_streams import write_file, write_part
 
@@ -60,8 +62,8 @@ ANSWER_SECONDS: Final = 10.0
 
 LOOK_SECONDS: Final = 0.1
 """How often somebody who reads a response that runs nowhere yet, or elsewhere, looks for its events."""
-_SLOW: Final = ("completeUpload",)
-"""Operations that write contents of files."""
+_SLOW: Final = ("completeUpload", "readFileText")
+"""Operations that write or read contents of files."""
 _SLOW_SECONDS: Final = 300.0
 _MAKE_WORK: Final = (
     *("cancelResponse", "createBatch", "cancelBatch", "createErasure"),
@@ -93,6 +95,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         self._settings = settings
         self._contents = contents
         self._searcher = searcher
+        self._texts = FileTexts()
         self._logs = logs
         self._wake = wake
         self._sealer = sealer
@@ -190,7 +193,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
             await abort(context, _away(name, error))
 
     def _call(self, owner: Owner, **more: Any) -> OperationCall:
-        held = self._database, self._contents, self._searcher, self._settings, self._sealer
+        held = self._database, self._contents, self._searcher, self._texts, self._settings, self._sealer
         return OperationCall(*held, owner.tenant, owner.key_id, self._clock(), **more)
 
     async def _answer(

@@ -16,7 +16,7 @@ import msgspec
 
 from edge_http.formatting.client_tools import flat_name
 from edge_http.formatting.decoding import decode_body
-from edge_http.openai.requests import TEXT_PARTS, OpenStruct
+from edge_http.openai.requests import TEXT_PARTS, OpenStruct, refused_part
 from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.errors import invalid_argument
 from kvloom.errors import unsupported as unsupported_error
@@ -117,7 +117,7 @@ def conversation(
 
 def check_items(given: Sequence[msgspec.Raw], field: str) -> None:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) for items that no response could be given."""
-    _Items(field=field).messages(given)
+    _Items(field=field, takes_files=True).messages(given)
 
 
 def references_in(given: str | Sequence[msgspec.Raw]) -> dict[int, str]:
@@ -147,11 +147,12 @@ class _Turn:
 class _Items:
     """Puts messages together, item by item."""
 
-    def __init__(self, num_earlier: int = 0, field: str = "input") -> None:
+    def __init__(self, num_earlier: int = 0, field: str = "input", *, takes_files: bool = False) -> None:
         """The first `num_earlier` items are not the caller's, who counts the others from 0; less than 0: so many of the
-        caller's are left out before them."""
+        caller's are left out before them. `takes_files`: no model reads the items yet."""
         self._num_earlier = num_earlier
         self._field = field
+        self._takes_files = takes_files
         self._messages: list[ChatMessage] = []
         self._turn = _Turn()
         self._calls = KnownCalls()
@@ -190,7 +191,10 @@ class _Items:
         role = _ROLES.get(item.role)
         if role is None:
             raise invalid_argument(f"{at}.role must be one of {', '.join(_ROLES)}.", f"{at}.role")
-        text = _asked_text(item.content, f"{at}.content") if is_asked else kept_text(item.content)
+        content = item.content
+        if self._takes_files and isinstance(content, list):
+            content = [part for part in content if part.type != "input_file"]
+        text = _asked_text(content, f"{at}.content") if is_asked else kept_text(content)
         if role != "assistant":
             self._end_turn()
             self._messages.append(ChatMessage(role, text, is_pinned=bool(item.pinned)))
@@ -280,8 +284,7 @@ def _asked_text(content: str | Sequence[InputContentPart] | None, field: str) ->
 def _part_text(part: InputContentPart, at: str) -> str:
     name = "refusal" if part.type == "refusal" else "text"
     if name == "text" and part.type not in TEXT_PARTS:
-        message = f"{at}.type: content parts of type {part.type[:32]!r} are not supported."
-        raise unsupported_error(message, f"{at}.type")
+        raise refused_part(part.type, at)
     text = getattr(part, name)
     if text is None:
         raise invalid_argument(f"{at}.{name} is missing.", f"{at}.{name}")

@@ -1,0 +1,178 @@
+"""Files that a request gives to the model: their texts stand in their places. The orchestrator has the stored ones, and
+reads those that are no plain text."""
+
+from __future__ import annotations
+
+import hashlib
+import mimetypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from edge_http.anthropic.blocks import DocumentBlock, DocumentSource, ToolResultBlock
+from edge_http.anthropic.requests import MessagesTurn
+from edge_http.openai.requests import Message
+from edge_http.orchestrator_link import OrchestratorLink
+from kvloom.conversation.earlier import asked_message
+from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.orchestrator_service_pb2 import Owner
+
+MAX_FILES: Final = 32
+READ_SECONDS: Final = 30.0
+MAX_NAME_CHARS: Final = 128
+_OF_CALLER: Final = (ErrorReason.ERROR_REASON_NOT_FOUND, ErrorReason.ERROR_REASON_INVALID_ARGUMENT)
+_INPUT_FILE: Final = "input_file"
+
+
+class FileInput(NamedTuple):
+    """A file, and where it stands."""
+
+    at: str
+    is_asked: bool
+    """It is of the message by which the new turn asks for something."""
+    given: Mapping[str, Any]
+    """In the names of OpenAI's APIs: `file_id`, or `file_data` and `filename`."""
+    set_text: Callable[[str], None]
+
+
+async def read_chat_files(link: OrchestratorLink, owner: Owner, messages: Sequence[Message]) -> None:
+    """Raises KvloomError that names the field."""
+    await _read(link, owner, list(_chat_files(messages)))
+
+
+def _chat_files(messages: Sequence[Message]) -> Iterator[FileInput]:
+    asked = asked_message([message.role for message in messages])
+    for number, message in enumerate(messages):
+        for i, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type != "file":
+                continue
+
+            def set_text(text: str, part: Any = part) -> None:
+                part.type, part.text = "text", text
+
+            yield FileInput(f"messages[{number}].content[{i}].file", number == asked, part.file or {}, set_text)
+
+
+async def read_documents(link: OrchestratorLink, owner: Owner, messages: Sequence[MessagesTurn]) -> None:
+    """Raises KvloomError that names the field."""
+    await _read(link, owner, list(_documents(messages)))
+
+
+def _documents(messages: Sequence[MessagesTurn]) -> Iterator[FileInput]:
+    asked = asked_message([message.role for message in messages])
+    for number, message in enumerate(messages):
+        for i, block in enumerate(message.content if isinstance(message.content, list) else ()):
+            at = f"messages[{number}].content[{i}]"
+            if isinstance(block, DocumentBlock):
+                yield from _document(block, f"{at}.source", is_asked=number == asked)
+            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                for j, part in enumerate(block.content):
+                    if isinstance(part, DocumentBlock):
+                        yield from _document(part, f"{at}.content[{j}].source", is_asked=False)
+
+
+def _document(block: DocumentBlock, at: str, *, is_asked: bool) -> Iterator[FileInput]:
+    source = block.source
+    if source is None or source.type in ("text", "content"):
+        return
+
+    def set_text(text: str) -> None:
+        block.source = DocumentSource(type="text", data=text)
+
+    data = None if source.data is None else f"data:{source.media_type or ''};base64,{source.data}"
+    given = {"file_id": source.file_id, "file_data": data, "file_url": source.url, "filename": block.title}
+    yield FileInput(at, is_asked, given, set_text)
+
+
+async def read_item_files(
+    link: OrchestratorLink, owner: Owner, earlier: list[msgspec.Raw], given: str | list[msgspec.Raw]
+) -> tuple[list[msgspec.Raw], str | list[msgspec.Raw]]:
+    """The items with the texts of files in them; the same ones if there are no files. Raises KvloomError that
+    names the field."""
+    items = [*earlier, *(() if isinstance(given, str) else given)]
+    decoded = {n: item for n, raw in enumerate(items) if (item := _with_files(raw)) is not None}
+    if not decoded:
+        return earlier, given
+    roles = [str(msgspec.json.decode(raw, type=_Role).role or "") for raw in items]
+    asked = None if isinstance(given, str) else asked_message(roles)
+    files = list[FileInput]()
+    for number, item in decoded.items():
+        name = "content" if isinstance(item.get("content"), list) else "output"
+        for i, part in enumerate(item.get(name) or ()):
+            if isinstance(part, dict) and part.get("type") == _INPUT_FILE:
+
+                def set_text(text: str, part: dict[str, Any] = part) -> None:
+                    part.clear()
+                    part.update(type="input_text", text=text)
+
+                at = f"input[{number - len(earlier)}].{name}[{i}]"
+                files.append(FileInput(at, number == asked, dict(part), set_text))
+    await _read(link, owner, files)
+    for number, item in decoded.items():
+        items[number] = msgspec.Raw(msgspec.json.encode(item))
+    return items[: len(earlier)], given if isinstance(given, str) else items[len(earlier) :]
+
+
+class _Role(msgspec.Struct):
+    role: Any = None
+
+
+def _with_files(raw: msgspec.Raw) -> dict[str, Any] | None:
+    """The item, if it has files; most have none, and are not decoded."""
+    if _INPUT_FILE.encode() not in bytes(raw):
+        return None
+    item = msgspec.json.decode(raw)
+    return item if isinstance(item, dict) and isinstance(item.get("content", item.get("output")), list) else None
+
+
+async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput]) -> None:
+    """Raises KvloomError, but a file of the history that cannot be read is left as it is, for the note that says so."""
+    if len(files) > MAX_FILES:
+        raise invalid_argument(f"{files[MAX_FILES].at}: a request has at most {MAX_FILES} files.", files[MAX_FILES].at)
+    for file in files:
+        try:
+            file.set_text(await _text_of(link, owner, file))
+        except KvloomError as error:
+            if error.reason not in _OF_CALLER or file.is_asked:
+                raise KvloomError(
+                    error.reason,
+                    error.message if error.field.startswith(file.at) else f"{file.at}: {error.message}",
+                    field=error.field if error.field.startswith(file.at) else file.at,
+                    retry_after_seconds=error.retry_after_seconds,
+                ) from error
+
+
+async def _text_of(link: OrchestratorLink, owner: Owner, file: FileInput) -> str:
+    """Raises KvloomError."""
+    file_id, data, name = (file.given.get(field) for field in ("file_id", "file_data", "filename"))
+    if isinstance(file_id, str) and file_id:
+        answer = await link.operate(owner, "readFileText", [file_id], seconds=READ_SECONDS)
+    elif isinstance(data, str) and data:
+        kind, _, content = data.rpartition(",")
+        mime_type = kind.removeprefix("data:").partition(";")[0]
+        name = name if isinstance(name, str) and name else "file"
+        if not mimetypes.guess_type(name)[0]:
+            name += mimetypes.guess_extension(mime_type) or ""
+        body = msgspec.json.encode({"filename": name, "data": content})
+        answer = await link.operate(owner, "readFileText", [], body=body, seconds=READ_SECONDS)
+    elif file.given.get("file_url"):
+        message = f"{file.at}: files are not fetched from URLs. Upload the file, or send its content."
+        raise unsupported(message, file.at)
+    else:
+        raise invalid_argument(f"{file.at} has neither a file_id nor a content.", file.at)
+    found = msgspec.json.decode(answer, type=_FileText)
+    return _attached(name if isinstance(name, str) and name else found.filename, found.text)
+
+
+class _FileText(msgspec.Struct):
+    filename: str
+    text: str
+
+
+def _attached(name: str, text: str) -> str:
+    """The text between two marks, which nobody who wrote it knew: they depend on all of it."""
+    name = " ".join(name.split())[:MAX_NAME_CHARS]
+    mark = f"file-{hashlib.sha256(f'{name}/{text}'.encode()).hexdigest()[:16]}"
+    return f"The file {name} is attached:\n<{mark}>\n{text.strip()}\n</{mark}>\n\n"
