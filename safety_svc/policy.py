@@ -177,7 +177,6 @@ class SafetyPolicy:
     """Those for prompts."""
     answer_guardrails: tuple[OutsideRule, ...]
     """Those that watch answers."""
-    """For prompts."""
     scopes: Scopes
     categories: tuple[str, ...]
     """The categories of all rules, in the order of the file."""

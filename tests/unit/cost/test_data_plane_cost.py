@@ -85,12 +85,12 @@ def delivering(stream: LocalStream[Any, Any], on_message: Callable[[Any], None])
     return take
 
 
-def router_half(num_streams: int) -> Callable[[], None]:
-    """A shard's frame, with a token for each of its gated answers, a load report, and two blocks that its cache has
-    stored, to the bytes of the frame for their client."""
+def router_half(num_streams: int, *, is_gated: bool = True) -> Callable[[], None]:
+    """A shard's frame, with a token for each of its answers, a load report, and two blocks that its cache has stored,
+    to the bytes of the frame for their client."""
     rig = CoreRig(safety=None, max_queued_requests=1000)
     rig.now = asyncio.get_running_loop().time()  # the driver's clock: nothing has expired
-    rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], ["not this"])))
+    rig.handle(SafetyUp(False, is_gated, Prefilter(["forbidden"], ["not this"])))
     rig.add_shard(max_batch=num_streams, max_model_len=1000, num_blocks=10_000)
     rig.handle(KvSnapshotArrived("s0", 0, ()))
     driver = CoreDriver(rig.core, cast(Any, NoopObserver()))
@@ -173,6 +173,16 @@ async def counts() -> Counts:
 async def test_frames_and_tokens_cost_no_more_than_they_did() -> None:
     """A call, an object or a look-up more per frame or token is noticed when it is added, on any machine."""
     assert_no_dearer("data_plane_cost", await counts())
+
+
+async def test_the_gate_costs_a_frame_something_and_a_token_nothing() -> None:
+    """Text without suspicion is cleared by one search for all answers of a frame."""
+
+    def cost_of_the_gate(num_streams: int) -> float:
+        gated, shown = (bytecodes_of(router_half(num_streams, is_gated=is_gated)) for is_gated in (True, False))
+        return gated - shown
+
+    assert cost_of_the_gate(NUM_STREAMS) < cost_of_the_gate(1) + NUM_STREAMS
 
 
 if __name__ == "__main__":
