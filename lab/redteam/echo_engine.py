@@ -7,6 +7,7 @@ text that the prompt has not, and the answer is what is screened.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 from array import array
@@ -26,6 +27,8 @@ from shard_server.engines.base import (
 )
 
 MODEL: Final = "echo"
+MAX_PARTS: Final = 1024
+"""So many parts a step has at most."""
 OTHERWISE: Final = "ok"
 """The answer to a prompt that tells nothing."""
 _TOLD: Final = re.compile(r"write (\d+) ([a-p]+)\.")
@@ -56,7 +59,7 @@ def parts_told(prompt: str) -> Iterator[str]:
 
 
 class EchoEngine:
-    """See the module. A step has the next part of every answer."""
+    """See the module. A step has the next part of every answer, or of as many as fit; then it is the others' turn."""
 
     def __init__(self, tokenizer: ModelTokenizer, step_seconds: float = 0.0, num_at_once: int = 0) -> None:
         """`step_seconds`: the pause between steps. Nothing is written before `num_at_once` requests have come."""
@@ -119,12 +122,13 @@ class EchoEngine:
 
     def _step(self) -> StepOutput:
         output, self._next = self._next, StepOutput()
-        for name, parts in list(self._parts.items()):
+        for name in list(itertools.islice(self._parts, MAX_PARTS)):
+            parts = self._parts.pop(name)
             part = next(parts, None)
             if part is None:
-                del self._parts[name]
                 output.ends.append(SequenceEnd(name, SequenceFinishReason.STOP))
             else:
+                self._parts[name] = parts
                 output.request_ids.append(name)
                 output.token_ids.append(part)
         return output

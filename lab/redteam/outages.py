@@ -25,7 +25,7 @@ from kvloom.v1.generation_pb2 import (
 from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 from lab.redteam.campaign import num_leaked_chars
 from lab.redteam.cases import RedTeamCase, cases_of
-from lab.redteam.echo_engine import MODEL, OTHERWISE, told_to_write
+from lab.redteam.echo_engine import MAX_PARTS, MODEL, OTHERWISE, told_to_write
 from lab.redteam.fabric import RedTeamFabric, echo_fabric
 from lab.redteam.faults import JudgedText, UnreliableSafety
 from lab.redteam.rules import policy_text
@@ -157,7 +157,7 @@ async def run_outages(redis_url: str, folder: Path, num_streams: int, seed: int 
 async def _fabric_with(
     safety: UnreliableSafety, redis_url: str, policy: Path, num_streams: int
 ) -> AsyncIterator[RedTeamFabric]:
-    step_seconds = _STEP_SECONDS + _STEP_SECONDS_PER_STREAM * num_streams
+    step_seconds = _STEP_SECONDS + _STEP_SECONDS_PER_STREAM * min(num_streams, MAX_PARTS)
     await safety.start()
     try:
         async with echo_fabric(redis_url, policy, safety.port, step_seconds, num_streams) as fabric:
