@@ -32,12 +32,9 @@ run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards
 observe: ## Start Prometheus with kvloom's alerts beside a running fabric (docs/operate/alerts.md).
 	@exec deploy/observe/run
 
-# The types take one core for longer than all other checks: they are checked beside the tests, in what those leave.
 test: setup-dev ## Checks, and all tests but the long ones, three at a time. ARGS="-k name" is passed to pytest.
-	$(MAKE) --no-print-directory -j 2 --output-sync=target lint imports protos-check collect
-	@nice -n 15 $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
-	  $(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS); tests=$$?; \
-	  wait $$types; types=$$?; cat build/types.txt; exit $$((tests || types))
+	$(MAKE) --no-print-directory -j 2 --output-sync=target lint types imports protos-check collect
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml $(ARGS)
 
 lab-test: setup-dev ## The laboratory's part of `make test`: simulation tests with planted bugs, chaos and benches.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/lab $(ARGS)
@@ -132,7 +129,7 @@ lint: setup-dev
 	$(BIN)/python -m tests.words
 
 types: setup-dev
-	$(BIN)/basedpyright --level error
+	$(BIN)/pyrefly check --summary=none
 
 imports: setup-dev
 	$(BIN)/lint-imports

@@ -90,7 +90,7 @@ class EdgeMetrics:
         )
 
     def watch_cells(
-        self, num_requests: Mapping[tuple[str], int], round_trips: Callable[[], Mapping[tuple[str], float]]
+        self, num_requests: Mapping[tuple[str, ...], int], round_trips: Callable[[], Mapping[tuple[str, ...], float]]
     ) -> None:
         """Show what cells have got, and how far they are, in seconds."""
         CollectorOf(

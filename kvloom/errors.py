@@ -168,7 +168,7 @@ class KvloomError(Exception):
 
     def to_proto(self) -> Error:
         return Error(
-            reason=int(self.reason),  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type)
+            reason=int(self.reason),  # pyrefly: ignore[bad-argument-type]  (the stubs take the enum's type)
             message=self.message,
             field=self.field,
             retry_after_seconds=self.retry_after_seconds,
@@ -203,7 +203,7 @@ class KvloomError(Exception):
 
 
 def reason_name(reason: int) -> str:
-    return ErrorReason.Name(reason).removeprefix("ERROR_REASON_")  # pyright: ignore[reportArgumentType]
+    return ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
 
 
 def invalid_argument(message: str, field: str = "") -> KvloomError:

@@ -150,7 +150,7 @@ def train(model_dir: Path, plan: TrainingPlan, questions: Sequence[str] = QUESTI
     for _ in range(plan.num_steps):
         optimizer.zero_grad()
         loss = torch.stack([_loss(decoder, first, x, ex, lora) for x, ex in zip(inputs, batch, strict=True)]).mean()
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return lora, losses

@@ -91,7 +91,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
         prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
-        result_cache=start.result_cache,  # pyright: ignore[reportArgumentType]  (as below)
+        result_cache=start.result_cache,  # pyrefly: ignore[bad-argument-type]  (as below)
         brownout=start.brownout,
         priority_class=start.priority_class,
     )
@@ -107,7 +107,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
     message = generation_pb2.SequenceFinish(  # Python calls with more than 15 keywords are slow.
         slot=finish.slot,
-        reason=finish.reason,  # pyright: ignore[reportArgumentType]  (The stubs want the enum's type; ints are fine.)
+        reason=finish.reason,  # pyrefly: ignore[bad-argument-type]  (The stubs want the enum's type; ints are fine.)
         num_prompt_tokens=finish.num_prompt_tokens,
         num_cached_tokens=finish.num_cached_tokens,
         num_output_tokens=finish.num_output_tokens,
@@ -119,7 +119,7 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         limited_by=finish.limited_by,
         limits=None if finish.limits is None else limits_state_to_proto(finish.limits),
         num_reasoning_tokens=finish.num_reasoning_tokens,
-        result_cache=finish.result_cache,  # pyright: ignore[reportArgumentType]
+        result_cache=finish.result_cache,  # pyrefly: ignore[bad-argument-type]
         receipt=finish.receipt,
     )
     if finish.moves is not NO_MOVES:
@@ -169,7 +169,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         traceparent=request.traceparent,
         client_request_id=request.client_request_id,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
-        pooling=request.pooling,  # pyright: ignore[reportArgumentType]  (opaque to the core: a Pooling or None)
+        pooling=request.pooling,  # pyrefly: ignore[bad-argument-type]  (opaque to the core: a Pooling or None)
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens

@@ -448,12 +448,12 @@ class CoreDriver:
         if self.note_flagged is not None:
             self.note_flagged(action)
 
-    def _report_tapped_end(self, action: RequestEnded) -> None:
-        is_own = [tap.ended(action) for tap in self._taps]  # each of them is told
+    def _report_tapped_end(self, ended: RequestEnded) -> None:
+        is_own = [tap.ended(ended) for tap in self._taps]  # each of them is told
         if any(is_own):
-            self._observer.own_request_ended(action)
+            self._observer.own_request_ended(ended)
         else:
-            self._observer.request_ended(action)
+            self._observer.request_ended(ended)
 
     def _send_tapped_step(self, action: SendStep) -> None:
         for tap in self._taps:

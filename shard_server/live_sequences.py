@@ -104,7 +104,7 @@ class LiveSequence:
         stop_string = self.detokenizer.stop_string if reason == FINISH_REASON_STOP else None
         return SequenceFinish(
             slot=self.slot,
-            reason=reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+            reason=reason,  # pyrefly: ignore[bad-argument-type]  (the stubs take the enum's type, ints are fine)
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,

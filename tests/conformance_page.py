@@ -136,7 +136,7 @@ def _lines() -> Iterator[str]:
 
 def _read(params: Any, body: type) -> tuple[set[str], set[str]]:
     wanted = set(typing.get_type_hints(params)) - set(_ELSEWHERE)
-    return wanted & set(body.__struct_fields__), wanted  # pyright: ignore[reportAttributeAccessIssue]
+    return wanted & set(body.__struct_fields__), wanted
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the fabrics of a run that was interrupted: pytest-xdist kills its workers before they can do so."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("tx", None):
         return
-    base = str(session.config._tmp_path_factory.getbasetemp())  # as pytest-xdist finds it  # pyright: ignore
+    base = str(session.config._tmp_path_factory.getbasetemp())  # as pytest-xdist finds it
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             is_fabric = "up" in (process.info["cmdline"] or ())

@@ -93,4 +93,4 @@ def _name_group(item: pytest.Item) -> None:
     takes no notice of."""
     group = item.get_closest_marker("xdist_group")
     if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
-        item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")  # pyright: ignore[reportAttributeAccessIssue]
+        item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")

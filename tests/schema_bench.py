@@ -142,7 +142,7 @@ def by_llguidance(schema: Any) -> Callable[[Any], bool] | None:
 
 def by_xgrammar(schema: Any) -> Callable[[Any], bool] | None:
     """As vLLM compiles it."""
-    from xgrammar import Grammar, testing  # pyright: ignore[reportMissingImports]
+    from xgrammar import Grammar, testing
 
     try:
         grammar = Grammar.from_json_schema(json.dumps(schema, ensure_ascii=False))

@@ -17,7 +17,7 @@ class CommandError(click.ClickException):
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]  (click reads the instance)
+        self.exit_code = exit_code  # pyrefly: ignore[read-only]  (click reads the instance)
 
     def show(self, file: IO[Any] | None = None) -> None:
         print(f"error: {self.message}", file=file or sys.stderr)

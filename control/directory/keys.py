@@ -56,7 +56,7 @@ async def create(change: DirectoryChange, request: pb.CreateKeyRequest) -> pb.Cr
     rights = {name: read(key) for name, read in _readers(change, {"tier": before.get("tier")}, tiers).items()}
     rights["scopes"] = scopes
     priority_classes.check(rights, "key")
-    row = {
+    row: dict[str, Any] = {
         "id": key.id,
         "digest": None,
         "prefix": "",
@@ -113,7 +113,8 @@ async def rotate(change: DirectoryChange, request: pb.RotateKeyRequest) -> pb.Ro
     grace_seconds = names.time(request.grace_seconds, "grace_seconds")
     if grace_seconds > MAX_GRACE_SECONDS:
         raise invalid_argument(f"grace_seconds must be at most {MAX_GRACE_SECONDS:g}.", "grace_seconds")
-    row = {**old, "created_at": change.now, "last_used_at": None, "account": old["account"] or old["id"]}
+    row: dict[str, Any] = dict(old)  # pyrefly: ignore[bad-assignment]
+    row |= {"created_at": change.now, "last_used_at": None, "account": old["account"] or old["id"]}
     secret = _give_secret(row)
     await change.connection.execute(sa.insert(keys).values(row))
     change.touch("key", [row["id"]])

@@ -130,7 +130,7 @@ async def read_prices(connection: AsyncConnection) -> list[Price]:
 
 async def _rows(
     connection: AsyncConnection,
-    query: sa.Select[Any],
+    query: sa.Select[*tuple[Any, ...]],
     key: sa.Column[str],
     which: Collection[str] | None,
     after: str,

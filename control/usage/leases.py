@@ -102,4 +102,4 @@ async def leased_of(connection: AsyncConnection, budget: Budget) -> int:
 
 
 def budget_name(budget: Budget) -> BudgetName:
-    return BudgetName(account=budget.account, unit=budget.unit, period=budget.period)  # pyright: ignore[reportArgumentType]
+    return BudgetName(account=budget.account, unit=budget.unit, period=budget.period)  # pyrefly: ignore[bad-argument-type]

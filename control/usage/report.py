@@ -57,7 +57,7 @@ async def usage_of(database: Database, request: pb.GetUsageRequest) -> pb.GetUsa
         rows = (await connection.execute(query)).mappings().all()
     response = pb.GetUsageResponse(is_truncated=len(rows) > max_rows)
     for row in rows[:max_rows]:
-        fields = dict(row)
+        fields = {str(name): value for name, value in row.items()}
         block_seconds = fields.pop("block_milliseconds") / 1e3
         response.rows.add(block_seconds=block_seconds, **fields)
     return response

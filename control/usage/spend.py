@@ -51,7 +51,7 @@ class SpendMetric:
         month = day_of(self._clock())[:7]
         request = pb.GetUsageRequest(first_day=f"{month}-01", group_by=[pb.USAGE_GROUP_TENANT])
         rows = sorted((await usage_of(self._database, request)).rows, key=lambda row: -row.cost_nanos)
-        found = {(row.tenant,): row.cost_nanos / NANOS for row in rows[:MAX_LABEL_VALUES]}
+        found: dict[tuple[str, ...], float] = {(row.tenant,): row.cost_nanos / NANOS for row in rows[:MAX_LABEL_VALUES]}
         if rest := rows[MAX_LABEL_VALUES:]:
             found[(OTHER,)] = sum(row.cost_nanos for row in rest) / NANOS
         self._by_tenant = found

@@ -33,6 +33,6 @@ def _type_of_field(field: FieldDescriptor) -> Any:
         kind = _SCALARS.get(field.type, int)
         return list[kind] if field.is_repeated else kind
     if message.GetOptions().map_entry:
-        return dict[str, _type_of_field(message.fields_by_name["value"])]
+        return dict[str, _type_of_field(message.fields_by_name["value"])]  # pyrefly: ignore[invalid-annotation]
     kind = type_of(message)
     return list[kind] if field.is_repeated else kind

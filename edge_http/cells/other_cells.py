@@ -88,7 +88,7 @@ class OtherCells:
         """By cell and address."""
         self._num_sent: dict[str, Counter[str]] = {cell: Counter() for cell in self._cells}
         """By cell and model: requests since its routers were asked last."""
-        self._num_requests: Counter[tuple[str]] = Counter()
+        self._num_requests: Counter[tuple[str, ...]] = Counter()
         self._lost = set(self._cells)
         """Cells none of whose routers answers."""
         metrics.watch_cells(self._num_requests, self._round_trips)
@@ -140,7 +140,7 @@ class OtherCells:
         wait += max(0.0, self._num_sent[cell][model] * each - elapsed)  # what was sent since then has begun meanwhile
         return CellView(cell, round_trip, wait, max(start.prefill_tokens_per_second for start in starts))
 
-    def _round_trips(self) -> dict[tuple[str], float]:
+    def _round_trips(self) -> dict[tuple[str, ...], float]:
         """By cell, in seconds."""
         found = self._reports.items()
         return {(cell,): min(min(one.round_trips) for one in reports.values()) for cell, reports in found if reports}

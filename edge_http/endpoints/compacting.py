@@ -133,7 +133,7 @@ async def _compacting_job(
     items = [*earlier, *([_user(rest)] if isinstance(rest, str) else rest)]
     asked = ResponsesBody(
         model=body.model,
-        input=given,  # pyright: ignore[reportArgumentType]
+        input=given,  # pyrefly: ignore[bad-argument-type]
         instructions=body.instructions,
         service_tier=body.service_tier,
         guardrails=body.guardrails,

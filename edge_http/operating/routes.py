@@ -20,6 +20,7 @@ _ABOUT: Final = (
 
 
 def _route(path: str, method: str, handler: Handler, id_: str, summary: str, answer: Success, **more: Any) -> Route:
+    common: dict[str, Any] = {"description": _ABOUT, "parameters": (REQUEST_ID,), **more}
     return Route(
         path=f"/admin/v1/{path}",
         method=method,
@@ -31,7 +32,7 @@ def _route(path: str, method: str, handler: Handler, id_: str, summary: str, ans
         scope="admin",
         is_of_operators=True,
         has_head=False,
-        **{"description": _ABOUT, "parameters": (REQUEST_ID,), **more},
+        **common,
     )
 
 

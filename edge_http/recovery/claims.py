@@ -92,7 +92,7 @@ class ResumeClaims:
     ) -> KeyedResponse:
         """Let an idempotency key stand for `wanted` if it stands for `before`. Returns the response that it stands for
         now."""
-        now: bytes = await self._redis.eval(  # pyright: ignore[reportGeneralTypeIssues]
+        now: bytes = await self._redis.eval(
             _NAME,
             1,
             self._journal.idempotency_key(tenant, key),

@@ -181,7 +181,7 @@ class Connection(web.RequestHandler):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
             if self.transport is not None:
-                cast(asyncio.Transport, self.transport).abort()
+                self.transport.abort()
             return resp, True
 
     # -- pipelined requests -------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Connection(web.RequestHandler):
         lines += [f"{REQUEST_ID}: {new_request_id()}"]
         transport = self.transport
         if transport is not None:
-            cast(asyncio.Transport, transport).write("\r\n".join([*lines, "", ""]).encode() + body)
+            transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._edge.metrics.on_response(ROUTE, response.status)
         log_refused_connection(self._edge.access_log, response.status, error)
         self.force_close()

@@ -90,7 +90,7 @@ class _LastRequest(_Request):
     """The last request of its connection: the response announces that the connection will be closed."""
 
     @property
-    def keep_alive(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def keep_alive(self) -> bool:  # pyrefly: ignore[bad-override]
         return False
 
 

@@ -64,7 +64,7 @@ def embedding_requests(
     """One request for each input. Raises KvloomError (INVALID_ARGUMENT)."""
     if pooling not in _POOLING_KINDS:
         raise invalid_argument("pooling must be mean, last or cls.", "pooling")
-    wanted = Pooling(kind=_POOLING_KINDS[pooling], raw_length=not normalize)
+    wanted = Pooling(kind=_POOLING_KINDS[pooling], raw_length=not normalize)  # pyrefly: ignore[bad-argument-type]
     requests: list[GenerateRequest] = []
     for field, given in _fields(inputs):
         request = GenerateRequest(

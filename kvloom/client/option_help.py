@@ -27,7 +27,7 @@ def lists_options(method: _F) -> _F:
         for name in GenerateOptions.__annotations__
     ]
     returns = method.__annotations__.get("return", inspect.Signature.empty)
-    method.__signature__ = inspect.Signature([*own, *options], return_annotation=returns)  # pyright: ignore
+    method.__signature__ = inspect.Signature([*own, *options], return_annotation=returns)  # pyrefly: ignore[missing-attribute]
     descriptions = "\n".join(f"    {name}: {text}" for name, text in option_descriptions().items())
     method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:\n{descriptions}\n"
     return method

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -115,7 +114,7 @@ def read_keys(config: IssuerConfig) -> PublicKeys:
     """Blocks. Raises KeySetError."""
     try:
         content = _fetched(config.jwks_url) if config.jwks_url else _read(config.jwks_file)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:
         raise KeySetError(f"{config.jwks_url or config.jwks_file}: {type(error).__name__}: {error}") from error
     if len(content) > MAX_BYTES:
         raise KeySetError(f"the key set is larger than {MAX_BYTES} bytes")

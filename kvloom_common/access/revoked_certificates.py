@@ -38,7 +38,7 @@ def read_lists(content: bytes, authorities: bytes, source: str) -> frozenset[Num
         for one in lists:
             issuer = one.issuer.public_bytes()
             keys = [authority.public_key() for authority in known if authority.subject.public_bytes() == issuer]
-            if not any(one.is_signature_valid(key) for key in keys):  # pyright: ignore[reportArgumentType]
+            if not any(one.is_signature_valid(key) for key in keys):  # pyrefly: ignore[bad-argument-type]
                 raise ConfigError(f"{source} has a list that no authority of tls.client_ca_file has signed")
             numbers |= {(issuer, revoked.serial_number) for revoked in one}
     except (ValueError, TypeError) as error:

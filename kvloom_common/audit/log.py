@@ -119,7 +119,7 @@ class AuditLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._file = os.fdopen(open_private_file(path, flags), "ab", buffering=0)
         self._number = 0
-        self._before = FIRST
+        self._before: str = FIRST
 
     def close(self) -> None:
         self._file.close()

@@ -85,7 +85,7 @@ class Registry(Generic[Record]):
         async with self._redis.pipeline(transaction=True) as pipe:
             await pipe.watch(name)
             before = await _value(pipe, name)
-            if before not in (None, announcement):
+            if before is not None and before != announcement:
                 self._check_replaceable(record, before)
             pipe.multi()
             pipe.set(name, announcement, px=round(self._ttl_seconds * 1000))

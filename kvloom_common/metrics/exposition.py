@@ -21,7 +21,7 @@ class _Chosen(Collector):
 
 def exposition_of(registry: CollectorRegistry, names: Collection[str]) -> str:
     """The metrics of these names (without suffixes such as _total), in Prometheus' text format. Takes milliseconds."""
-    return generate_latest(_Chosen(registry, names)).decode()  # pyright: ignore[reportArgumentType]  (it only collects)
+    return generate_latest(_Chosen(registry, names)).decode()  # it only collects
 
 
 def samples_in(text: str) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ gc.set_threshold(GC_THRESHOLD, 10, 10)
 def _hidden(*packages: str) -> Iterator[None]:
     """Make it seem as if `packages` were not installed, unless they have been imported already."""
     hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None means that there is no such module
+    sys.modules.update(dict.fromkeys(hidden))  # pyrefly: ignore[no-matching-overload]  # None means that there is no such module
     try:
         yield
     finally:

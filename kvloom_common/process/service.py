@@ -150,7 +150,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_S
     return join_address(host, bound)
 
 
-class HealthServicer(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]  (the types lack it)
+class HealthServicer(health.aio.HealthServicer):
     """The health service of grpc.health.v1."""
 
 

@@ -97,7 +97,7 @@ def _read(path: Path) -> Ed25519PrivateKey:
         raise ReceiptKeyError(f"other users may read the key of receipts {path}: run `chmod 600 {path}`")
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(content.decode("ascii").strip()))
-    except (ValueError, UnicodeDecodeError):
+    except ValueError:
         raise ReceiptKeyError(f"{path} holds no key of receipts") from None
 
 

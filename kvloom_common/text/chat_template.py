@@ -59,8 +59,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals |= functions
         try:
             self._template = self._tool_template = _compiled(environment, source)
             if tool_source is not None:

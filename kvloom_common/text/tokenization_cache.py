@@ -70,7 +70,7 @@ class PieceRules:
         if is_plain and cuts:
             # With all raw tokens, longest first, this finds the same matches as the tokenizer's leftmost-longest
             # search.
-            contents = sorted((token["content"] for token in raw), key=len, reverse=True)
+            contents: list[str] = sorted((token["content"] for token in raw), key=len, reverse=True)
             self._special = re.compile(f"({'|'.join(map(re.escape, contents))})")
         self.cuts_words = (
             is_plain
@@ -230,7 +230,7 @@ class PieceCache:
     def _pieces(self, block: str, encoding: TextEncoding) -> list[str | bytes]:
         """The ids of known words, and the texts to be encoded, in order."""
         words = block.split(" ")
-        known: list[bytes | None] = list(map(self._words.get, words, map(self._public.words.get, words)))
+        known: list[bytes | None] = list(map(self._words.get, words, map(self._public.words.get, words)))  # pyrefly: ignore[bad-assignment]
         known[0] = None  # it has no space before it, so it is not a word
         found: list[str | bytes] = []
         begin, num_words = int(not words[0]), len(words)
@@ -238,7 +238,7 @@ class PieceCache:
         while begin < num_words:
             if known[begin] is not None:
                 end = _index_of_none(known, begin)
-                found.append(b"".join(known[begin:end]))  # pyright: ignore[reportArgumentType]  (none of them is None)
+                found.append(b"".join(known[begin:end]))  # pyrefly: ignore[bad-argument-type]  (none is None)
             else:
                 end = begin + 1
                 while end < num_words and not (
@@ -253,7 +253,7 @@ class PieceCache:
     def _split_unknown(self, piece: str, encoding: TextEncoding) -> Iterator[str | bytes]:
         """A piece that is not a known word may still consist of digits, or be the usual beginning of a section."""
         parts = _DIGIT_CUT.split(piece) if self._rules.cuts_digits else [piece]
-        known = list(map(self._others.get, parts, map(self._public.others.get, parts)))
+        known: list[bytes | None] = list(map(self._others.get, parts, map(self._public.others.get, parts)))  # pyrefly: ignore[bad-assignment]
         if piece[0] == " ":
             word = parts[0][1:]
             known[0] = self._words.get(word) or self._public.words.get(word)
@@ -306,7 +306,7 @@ class TextEncoding:
             if known is None:
                 self.is_new = True
                 # A piece that was not encoded just now is its packed ids already.
-                known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
+                known = b"".join(map(new.get, pieces, pieces))  # pyrefly: ignore[bad-argument-type]
                 self._cache.note(block, known)
                 if not (len(found) + 1) % BLOCKS_PER_TURN:
                     yield

@@ -20,7 +20,7 @@ def add_health_and_reflection(
     """Serve grpc.health.v1 and, if wanted, reflection. The status is NOT_SERVING until `set_serving` changes it."""
     checked = CheckedServer(server)
     health = HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, checked)
+    health_pb2_grpc.add_HealthServicer_to_server(health, checked)  # pyrefly: ignore[bad-argument-type]
     if with_reflection:
         described = reflection.aio.ReflectionServicer([*service_names, HEALTH_NAME, reflection.SERVICE_NAME])
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, checked)

@@ -125,8 +125,8 @@ def _byte_tokenizer() -> ModelTokenizer:
     """A token for every byte, so that any text can be written in any parts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: token_id for token_id, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(_END, normalized=False)])
     ends = frozenset({len(alphabet)})  # the token that was added behind those of the bytes
     return ModelTokenizer(tokenizer, template=ChatTemplate(_TEMPLATE, {}), eos_token_ids=ends)

@@ -114,7 +114,7 @@ class UnreliableSafety:
 
     async def _screen(self, _requests: object, context: Any) -> None:
         # The service needs no more of a context than this.
-        await self._servicer.Screen(None, _JudgedStream(self, context))  # pyright: ignore[reportArgumentType]
+        await self._servicer.Screen(None, _JudgedStream(self, context))  # pyrefly: ignore[bad-argument-type]
 
     async def send(self, response: ScreenResponse, context: Any, on_sent: Callable[[ScreenResponse], None]) -> None:
         """Send a response, unless a fault is due. `on_sent` is called with what was judged, before anything leaves:

@@ -140,7 +140,7 @@ def _gap(result: CaseResult) -> str:
 
 
 def _fates_of(results: Sequence[CaseResult]) -> dict[str, int]:
-    return dict(Counter(result.fate for result in results))
+    return {**Counter(result.fate for result in results)}
 
 
 def _num(results: Sequence[CaseResult]) -> str:

@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         """Return the spans of one trace, the earliest first."""
         return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: span.began_at)
 
-    async def Export(  # noqa: N802  (gRPC's name)
+    async def Export(  # noqa: N802  (gRPC's name)  # pyrefly: ignore[bad-override]
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         del context  # gRPC's name of it, which must stay

@@ -92,7 +92,7 @@ async def open_lines(database: Database, batch_id: str, after: int, most: int) -
         is_open = sa.and_(batch_lines.c.batch == batch_id, batch_lines.c.state == OPEN, batch_lines.c.line > after)
         columns = [batch_lines.c[name] for name in OpenLine._fields]
         rows = await connection.execute(sa.select(*columns).where(is_open).order_by(batch_lines.c.line).limit(most))
-        return [OpenLine(*row) for row in rows]
+        return [OpenLine._make(row) for row in rows]
 
 
 async def end_line(database: Database, tenant: str, batch_id: str, line: int, state: str, result: bytes) -> bool:

@@ -68,7 +68,7 @@ def ranked_words(snapshot: Snapshot) -> RankedWords:
     ranker = None
     if any(snapshot.words):
         ranker = bm25s.BM25(method="lucene")
-        tokenized = Tokenized(ids=snapshot.words, vocab=snapshot.vocabulary)  # pyright: ignore[reportArgumentType]
+        tokenized = Tokenized(ids=snapshot.words, vocab=snapshot.vocabulary)  # pyrefly: ignore[bad-argument-type]
         ranker.index(tokenized, show_progress=False)
     return RankedWords(ranker, snapshot)
 

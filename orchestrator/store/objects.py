@@ -211,4 +211,5 @@ def body_of(connection: AsyncConnection, tenant: str, row: Any) -> dict[str, Any
 
 
 def _stored(connection: AsyncConnection, tenant: str, row: Any) -> StoredObject:
-    return StoredObject(**{**row._mapping, "body": body_of(connection, tenant, row)})
+    fields: dict[str, Any] = {**row._mapping, "body": body_of(connection, tenant, row)}
+    return StoredObject(**fields)

@@ -102,6 +102,6 @@ def _score(shard: ShardPlan) -> ScoreRecord:
         num_queued_prefill_tokens=shard.num_queued_prefill_tokens,
         predicted_ttft_seconds=shard.predicted_ttft_seconds,
         cost_seconds=shard.cost_seconds,
-        cost_terms=shard.cost_terms,  # pyright: ignore[reportArgumentType]  (Any mapping can be encoded.)
+        cost_terms=shard.cost_terms,  # pyrefly: ignore[bad-argument-type]  (Any mapping can be encoded.)
         filtered_reason=shard.filtered_reason,
     )

@@ -136,8 +136,8 @@ def _decision_to_proto(attempt: AttemptRecord, num_prompt_tokens: int) -> Placem
 def outcome_to_proto(ended: RequestEnded) -> RequestOutcome:
     outcome = RequestOutcome(
         # The stubs want the enums' types, but ints are fine.
-        reason=ended.reason,  # pyright: ignore[reportArgumentType]
-        error_reason=ended.error_reason,  # pyright: ignore[reportArgumentType]
+        reason=ended.reason,  # pyrefly: ignore[bad-argument-type]
+        error_reason=ended.error_reason,  # pyrefly: ignore[bad-argument-type]
         shard_id=ended.shard_id,
         num_attempts=ended.num_attempts,
         num_prompt_tokens=ended.num_prompt_tokens,

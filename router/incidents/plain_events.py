@@ -134,7 +134,7 @@ def from_plain(name: str, plain: Any, verdicts: deque[bool]) -> Event:
             shard_id, slots, lengths, rest = plain
             parts = [from_plain(part, content, verdicts) for part, content in rest]
             step = Step(slots=slots, token_ids=[0] * len(slots), deltas=[CHARACTER * length for length in lengths])
-            return ev.TokensOnlyFrame(shard_id, step, lambda: parts)  # pyright: ignore[reportArgumentType]
+            return ev.TokensOnlyFrame(shard_id, step, lambda: parts)  # pyrefly: ignore[bad-argument-type]
         case "StepArrived":
             shard_id, step, num_tokens, lengths = plain
             found = _convert(step, Step)
@@ -143,7 +143,7 @@ def from_plain(name: str, plain: Any, verdicts: deque[bool]) -> Event:
         case "FrameArrived":
             shard_id, parts = plain
             found = [from_plain(part, content, verdicts) for part, content in parts]
-            return ev.FrameArrived(shard_id, found)  # pyright: ignore[reportArgumentType]
+            return ev.FrameArrived(shard_id, found)  # pyrefly: ignore[bad-argument-type]
         case "RequestArrived":
             return _request_arrived(plain, verdicts)
         case "SafetyUp":

@@ -80,7 +80,7 @@ class Orphans:
             return
         producer = f"{folder.parent.name}/{folder.name}"
         try:
-            value = await self._client.hget(self._stream.stored, producer)  # pyright: ignore[reportGeneralTypeIssues]
+            value = await self._client.hget(self._stream.stored, producer)
             stored = self._stream.read_stored(producer, value)
             last_number = await self._in_thread(lambda: finish(spool, stored.number))
             log.info("orphaned_spool_found", producer=producer, num_records=last_number - stored.number)
@@ -95,7 +95,7 @@ class Orphans:
             )
             await forwarder.run()
             await self._in_thread(spool.remove)
-            await self._client.hdel(self._stream.stored, producer)  # pyright: ignore[reportGeneralTypeIssues]
+            await self._client.hdel(self._stream.stored, producer)
         except (redis.exceptions.RedisError, OSError) as error:
             log.warning("orphaned_spool_delayed", producer=producer, cause=type(error).__name__)
         finally:

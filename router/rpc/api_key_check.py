@@ -30,7 +30,7 @@ class ApiKeyCheck(OwnRpcInterceptor):
             callers.api_keys.on_change(self._end_revoked)
 
     def handler(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
-        metadata: Iterable[tuple[str, Any]] = details.invocation_metadata or ()  # type: ignore[assignment]
+        metadata: Iterable[tuple[str, Any]] = details.invocation_metadata or ()
         credential = credential_in(metadata)
         codecs = codecs_of(handler)
         try:

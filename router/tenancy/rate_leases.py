@@ -162,7 +162,7 @@ class RateLeases:
                 by_account.setdefault(name.account, []).append(self._wants.pop(name))
         try:
             answers = await self._call(by_account)
-        except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+        except (redis.exceptions.RedisError, OSError) as error:
             raise_if_cancelled()
             self._note(is_up=False, cause=type(error).__name__)
             names = [want.name for wants in by_account.values() for want in wants]
@@ -194,7 +194,7 @@ class RateLeases:
 
     async def _count_routers(self) -> None:
         while True:
-            with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
+            with contextlib.suppress(redis.exceptions.RedisError, OSError):
                 found = await self._redis.eval(ROUTERS_SCRIPT, 1, routers_key(self._prefix), self._router)
                 self._num_routers = max(1, int(found))
             raise_if_cancelled()

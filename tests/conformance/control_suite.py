@@ -47,7 +47,7 @@ class OwnedTable(abc.ABC):
 async def followed(owner: OwnedTable, folder: Path, **control: float) -> AsyncIterator[TenantFollower]:
     host, _, port = owner.address.rpartition(":")
     config = KvloomConfig(data_dir=str(folder))
-    config.control = ControlConfig(enabled=True, host=host, port=int(port), **control)  # type: ignore[arg-type]
+    config.control = ControlConfig(enabled=True, host=host, port=int(port), **control)
     follower = TenantFollower(config, "router-0", NO_SECRET)
     async with following(follower):
         yield follower

@@ -30,7 +30,7 @@ def engines(model_dir: Path, encoder_dir: Path) -> Mapping[str, Callable[[], Eng
     """The engines, by the heading of their column."""
 
     def torch(model_dir: Path = model_dir, **fields: object) -> Callable[[], Engine]:
-        torch_config = TorchConfig(num_threads=1, **fields)  # pyright: ignore
+        torch_config = TorchConfig(num_threads=1, **fields)
         # What a start computes to be warm follows from the last of these; the capabilities do not.
         config = ShardConfig(torch=torch_config, num_blocks=64, max_prefill_tokens_per_step=16)
         return lambda: TorchEngine(model_dir, "model", config)

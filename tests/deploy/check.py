@@ -51,8 +51,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def check_chart() -> None:
-    import helm_python as helm  # pyright: ignore[reportMissingImports]
-    import kubernetes_validate  # pyright: ignore[reportMissingImports]
+    import helm_python as helm
+    import kubernetes_validate
 
     found = helm.lint(str(CHART))["errors"]
     # Without values it refuses to be installed: clients need TLS.

@@ -59,7 +59,7 @@ def chat_json(**fields: Any) -> bytes:
 async def in_parallel(count: int, attack: Callable[[], Awaitable[None]]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(count):
-            tasks.create_task(attack())  # type: ignore[arg-type]
+            tasks.create_task(attack())
 
 
 # -- slow and silent -----------------------------------------------------------------------------------------------

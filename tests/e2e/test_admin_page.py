@@ -179,14 +179,14 @@ async def supervised(edge: EdgeWorld, folder: Path) -> AsyncIterator[Machine]:
 async def open_page(browser: Browser, url: str, *, phone: bool = False, dark: bool = False) -> Page:
     """A page that fails the test when it logs an error, e.g. a violation of its own security policy."""
     page = await browser.new_page(
-        viewport=PHONE if phone else DESKTOP,  # pyright: ignore[reportArgumentType]
+        viewport=PHONE if phone else DESKTOP,
         color_scheme="dark" if dark else "light",
     )
     page.set_default_timeout(5000)
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if "Security Policy" in message.text else None)
-    page.complaints = complaints  # pyright: ignore[reportAttributeAccessIssue]
+    page.complaints = complaints
     await page.goto(f"{url}/admin")
     return page
 
@@ -196,7 +196,7 @@ async def done(page: Page, name: str) -> None:
     await page.screenshot(path=ARTIFACTS / f"admin-{name}.png", full_page=True)
     results = await Axe().run(page)
     assert results.violations_count == 0, results.generate_report()
-    assert page.complaints == []  # pyright: ignore[reportAttributeAccessIssue]
+    assert page.complaints == []
 
 
 @pytest.mark.parametrize(("phone", "dark"), [(False, False), pytest.param(True, True, marks=pytest.mark.long)])

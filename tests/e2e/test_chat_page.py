@@ -56,7 +56,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
 async def open_page(browser: Browser, world: EdgeWorld, *, phone: bool = False, dark: bool = False) -> Page:
     """A page that fails the test when it logs an error, e.g. a violation of its own security policy."""
     page = await browser.new_page(
-        viewport=PHONE if phone else DESKTOP,  # pyright: ignore[reportArgumentType]
+        viewport=PHONE if phone else DESKTOP,
         has_touch=phone,
         color_scheme="dark" if dark else "light",
     )
@@ -65,14 +65,14 @@ async def open_page(browser: Browser, world: EdgeWorld, *, phone: bool = False, 
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if "Security Policy" in message.text else None)
     page.on("close", lambda _: None)
-    page.complaints = complaints  # pyright: ignore[reportAttributeAccessIssue]
+    page.complaints = complaints
     await page.goto(world.url)
     await expect(page.get_by_label("Model")).to_have_value("tiny")
     return page
 
 
 async def close_page(page: Page) -> None:
-    assert page.complaints == []  # pyright: ignore[reportAttributeAccessIssue]
+    assert page.complaints == []
     await page.close()
 
 
@@ -268,7 +268,7 @@ async def test_markdown_is_shown_while_it_streams(browser: Browser, world: EdgeW
     await screenshot(page, "markdown")
     await page.emulate_media(color_scheme="dark")
     await screenshot(page, "markdown-dark")
-    await page.set_viewport_size(PHONE)  # pyright: ignore[reportArgumentType]
+    await page.set_viewport_size(PHONE)
     assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     await screenshot(page, "markdown-phone-dark")
     await close_page(page)
@@ -456,7 +456,7 @@ async def test_page_asks_for_the_api_key(browser: Browser) -> None:
     """People who open the page of a protected server need no other tool; the key is gone with the tab."""
     callers = Callers(api_keys=ApiKeys([ApiKey("alice", digest_of("kvl-right"))]))
     async with edge_world(callers=callers) as world:
-        page = await browser.new_page(viewport=PHONE)  # pyright: ignore[reportArgumentType]
+        page = await browser.new_page(viewport=PHONE)
         await page.goto(world.url)
         field = page.get_by_label("API key")
         await expect(page.locator("#notice")).to_have_text("This server asks for an API key.")

@@ -75,7 +75,7 @@ def test_the_official_client_gets_json_of_its_schema(client: openai.OpenAI):
         temperature=1.2,
         seed=1,
         max_tokens=100,
-        response_format=wanted,  # pyright: ignore[reportArgumentType]
+        response_format=wanted,
     )
     for choice in answer.choices:
         content = json.loads(choice.message.content or "")
@@ -109,7 +109,7 @@ def test_a_repeated_prompt_is_served_from_the_kv_cache(client: openai.OpenAI):
         client.chat.completions.create(model=MODEL, messages=messages(story), temperature=0, max_tokens=8)
         for _ in range(2)
     ]
-    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]  # pyright: ignore
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     # The template begins every conversation alike: its first block may be there already.
     assert cached[0] <= 16
     assert cached[1] > 100
@@ -198,7 +198,7 @@ def test_a_sleeping_model_gives_its_memory_back_and_answers_with_the_same_bits(
 
     def answer() -> object:
         sampled = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "logprobs": True, "top_logprobs": 2}
-        return client.chat.completions.create(model=MODEL, messages=messages(CAPITAL), **sampled).choices  # type: ignore[call-overload]
+        return client.chat.completions.create(model=MODEL, messages=messages(CAPITAL), **sampled).choices
 
     answered, before = answer(), resident_bytes()
     done = run_kvloom("models", "sleep", MODEL, env=torch_fabric.env)

@@ -20,7 +20,7 @@ MAX_LOAD_MS = 60_000  # A busy machine needs seconds to describe the API for the
 
 
 async def open_page(browser: Browser, url: str, scheme: str, size: ViewportSize = DESKTOP) -> Page:
-    page = await browser.new_page(color_scheme=scheme, viewport=size)  # pyright: ignore[reportArgumentType]
+    page = await browser.new_page(color_scheme=scheme, viewport=size)
     await page.goto(url)
     return page
 

@@ -90,7 +90,7 @@ class CoreRig:
     def finish(
         self, shard_id: str, slot: int, reason: int = FinishReason.FINISH_REASON_STOP, stop_string: str = ""
     ) -> list[Action]:
-        finish = Finish(slot, reason, stop_string=stop_string)  # pyright: ignore[reportArgumentType]
+        finish = Finish(slot, reason, stop_string=stop_string)
         return self.step(shard_id, finishes=[finish])
 
     def fail(self, shard_id: str, slot: int) -> list[Action]:

@@ -41,7 +41,7 @@ async def edges(
     async with contextlib.AsyncExitStack() as stack:
         started: list[tuple[EdgeWorld, EdgeMembership]] = []
         for _ in range(count):
-            config = KvloomConfig(resume=ResumeSettings(**resume))  # pyright: ignore[reportArgumentType]
+            config = KvloomConfig(resume=ResumeSettings(**resume))
             world = await stack.enter_async_context(edge_world(config, output=output, callers=callers))
             peers = join(world, redis)
             stack.push_async_callback(peers.close)
@@ -72,7 +72,7 @@ async def die(world: EdgeWorld, peers: EdgeMembership) -> None:
     assert task is not None
     peers._publisher._stopping.set()
     peers._publisher.gate.wake.set()
-    peers._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    peers._publisher._flush = nothing
     await task
     peers._publisher._task = None
     world.edge.resume.publish_with(peers._publisher.gate, lambda _: None)

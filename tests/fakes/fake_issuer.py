@@ -65,7 +65,7 @@ class FakeIssuer:
 
     def config(self, **fields: Any) -> IssuerSettings:
         settings = {"name": "login", "issuer": ISSUER, "audiences": [AUDIENCE], "jwks_url": self.url}
-        return IssuerSettings(**{**settings, "min_refetch_seconds": 0.1, **fields})  # type: ignore[arg-type]
+        return IssuerSettings(**{**settings, "min_refetch_seconds": 0.1, **fields})
 
     async def publish(self, _request: web.Request) -> web.Response:
         self.num_fetches += 1

@@ -91,7 +91,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read(self, connection: Connection, context) -> None:
-        while (frame := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+        while (frame := await context.read()) is not grpc.aio.EOF:
             connection.submits.extend(frame.submits)
             connection.cancelled_slots.extend(frame.cancel_slots)
             for submit in frame.submits:
@@ -143,7 +143,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         """The default reason is ERROR with an error and STOP without one."""
         if reason is None:
             reason = generation_pb2.FINISH_REASON_STOP if error is None else generation_pb2.FINISH_REASON_ERROR
-        finish = generation_pb2.SequenceFinish(slot=slot, reason=reason, num_output_tokens=num_output_tokens)  # pyright: ignore[reportArgumentType]
+        finish = generation_pb2.SequenceFinish(slot=slot, reason=reason, num_output_tokens=num_output_tokens)
         if error is not None:
             finish.error.CopyFrom(error.to_proto())
         step = generation_pb2.StepFrame(finishes=[finish])

@@ -107,7 +107,7 @@ class FakeRequest:
             self._sink.on_finish(index, finish)
 
     def fail(self, reason: ErrorReason.ValueType, message: str = "it failed", index: int = 0, **more: float) -> None:
-        self.finish(ERROR, index, error=KvloomError(reason, message, **more))  # pyright: ignore[reportArgumentType]
+        self.finish(ERROR, index, error=KvloomError(reason, message, **more))
 
     def lose(self) -> None:
         """Ends the choices that still run as a closed link does."""
@@ -126,7 +126,7 @@ def answer(*deltas: str, reason: generation_pb2.FinishReason.ValueType = STOP, *
         wants_logprobs = request.request.submit.request.sampling.HasField("logprobs")
         logprobs = [TokenLogprobs(logprob=-0.5)] if wants_logprobs else []
         for index in range(request.request.n):
-            request.start(index, **start)  # pyright: ignore[reportArgumentType]
+            request.start(index, **start)
             for delta in deltas:
                 request.tokens(delta, index, logprobs=logprobs)
         for index in range(request.request.n):

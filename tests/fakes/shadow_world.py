@@ -49,13 +49,13 @@ class ShadowWorld(RouterWorld):
 
     def shadow(self, **settings: object) -> ShadowConfig:
         """Has the router sample all answers, or as the settings say."""
-        shadow = ShadowSettings(**{"model": MODEL, "candidate": CANDIDATE, "share": 1.0, **settings})  # type: ignore[arg-type]
+        shadow = ShadowSettings(**{"model": MODEL, "candidate": CANDIDATE, "share": 1.0, **settings})
         self.server.features.shadows.set_shadows([shadow])
         return shadow
 
     async def add_model(self, name: str, engine: Engine | None = None, **shard: object) -> CollectorRegistry:
         """Starts a shard of the model: by default a simulated one. Returns its metrics."""
-        config = ShardConfig(engine="sim", sim=SimConfig(step_ms=1.0, prefill_tokens_per_second=1e7), **shard)  # type: ignore[arg-type]
+        config = ShardConfig(engine="sim", sim=SimConfig(step_ms=1.0, prefill_tokens_per_second=1e7), **shard)
         metrics = CollectorRegistry()
         engine = engine or SimEngine(name, config, VOCABULARY)
         served = KvloomConfig(model=ModelConfig(name=name), shard=config)

@@ -129,7 +129,7 @@ class RouterEnd:
     def forget(self, slot: int) -> None:
         """Forgets the slot's earlier sequence because the slot is about to be reused."""
         for kept in (self.tokens, self.text, self.starts, self.finishes, self.logprobs):
-            kept.pop(slot, None)  # pyright: ignore[reportArgumentType]
+            kept.pop(slot, None)
 
     def _take(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
         self.frames.append(frame)

@@ -24,8 +24,8 @@ CORPUS = [
 def byte_level_tokenizer() -> Tokenizer:
     """GPT-2 style; "<think>" is an added token that is not special and not in the model's own vocabulary."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         special_tokens=SPECIAL[:2],
@@ -65,9 +65,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "é"]
     model = {"type": "BPE", "vocab": {p: i for i, p in enumerate(pieces)}, "merges": []}
     tokenizer = Tokenizer(models.BPE(vocab=model["vocab"], merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer

@@ -31,7 +31,7 @@ def usage_record(number: int, request_id: str, producer: str = "r0/1", **changes
         "cost_nanos": 25,
         "duration_seconds": 1.0,
     }
-    return UsageRecord(**(fields | changes))  # pyright: ignore[reportArgumentType]
+    return UsageRecord(**(fields | changes))
 
 
 @contextlib.asynccontextmanager

@@ -60,7 +60,7 @@ async def events_of(world: StateWorld, response_id: str, after: int | None = Non
 async def refused(call: Any) -> tuple[int, dict[str, Any]]:
     with pytest.raises(openai.APIStatusError) as caught:
         await call
-    return caught.value.status_code, dict(caught.value.body)  # pyright: ignore[reportArgumentType]
+    return caught.value.status_code, dict(caught.value.body)
 
 
 def parts(text: str, seed: int) -> list[str]:
@@ -92,7 +92,7 @@ async def test_a_response_is_generated_behind_its_clients_back(world: StateWorld
     assert ended.usage is not None
     assert ended.usage.output_tokens == 2
     listed = await world.client.responses.input_items.list(made.id)
-    assert [item.content[0].text for item in listed.data] == ["the fox"]  # pyright: ignore
+    assert [item.content[0].text for item in listed.data] == ["the fox"]
     request = world.edge.link.requests[-1].request
     assert (request.submit.tenant, request.wanted.sampling.HasField("seed")) == ("acme/search", True)
 
@@ -102,7 +102,7 @@ async def test_its_stream_is_one_lifecycle_that_can_be_read_again(world: StateWo
     world.edge.link.script = answer(*parts(TEXT, 1))
     async with world.jobs():
         stream = await begun(world, stream=True)
-        live = [event async for event in stream]  # pyright: ignore
+        live = [event async for event in stream]
     kinds = [event.type for event in live]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == "response.completed"
@@ -124,12 +124,12 @@ async def test_it_follows_a_response_and_belongs_to_a_conversation(world: StateW
     await client.responses.delete(first.id)
     async with world.jobs():
         ended = await over(world, second.id)
-        assert (await over(world, third.id)).conversation.id == talk.id  # pyright: ignore
+        assert (await over(world, third.id)).conversation.id == talk.id
     assert ended.previous_response_id == first.id
     prompts = [world.prompt(number) for number in (-2, -1)]
     prompt = next(one for one in prompts if "second" in one)
     assert prompt.index("first question") < prompt.index("Hello you") < prompt.index("second question")
-    texts = [item.content[0].text for item in (await client.conversations.items.list(talk.id, order="asc")).data]  # pyright: ignore
+    texts = [item.content[0].text for item in (await client.conversations.items.list(talk.id, order="asc")).data]
     assert texts == ["third question", "Hello you"]
 
 

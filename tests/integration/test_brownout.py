@@ -103,7 +103,7 @@ async def test_answers_are_capped_refused_and_whole_again(world: EmbeddingWorld)
         console = Console(file=io.StringIO(), width=200)
         print_plan(plan, console)
         print_explanation(explained, console)
-        shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        shown = console.file.getvalue()
         assert "would be degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
         assert "is degraded (brownout step 2; max_tokens=3; no_speculation)" in shown
 

@@ -99,10 +99,10 @@ async def test_grpc_clients_cancel(world: FailoverWorld, request: pytest.Fixture
             call = stub.Generate(wanted)
             async with asyncio.timeout(30):
                 for _ in range(3):
-                    assert await call.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+                    assert await call.read() is not grpc.aio.EOF
                 if by_name:
                     assert (await stub.Cancel(CancelRequest(request_id=f"request-{number}"))).found
-                    while await call.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+                    while await call.read() is not grpc.aio.EOF:
                         pass
                 else:
                     call.cancel()

@@ -88,7 +88,7 @@ async def test_a_failed_choice_raises_its_reason(client: Client, router: FakeRou
     router.fail_with = KvloomError(R.ERROR_REASON_QUEUE_FULL, "Full.", retry_after_seconds=2)
     for prompt in ({"token_ids": [1]}, {"text": "hi"}):
         with pytest.raises(KvloomError, match="Full") as caught:
-            async for _ in client.generate(model="m", **prompt):  # pyright: ignore[reportArgumentType]
+            async for _ in client.generate(model="m", **prompt):
                 pass
         assert caught.value.reason == R.ERROR_REASON_QUEUE_FULL
         assert caught.value.retry_after_seconds == 2
@@ -186,7 +186,7 @@ async def test_a_lost_router_is_an_error_with_a_reason(router: FakeRouter, clien
         pass
     async with Client(gone, connect_timeout_seconds=0.3, max_retries=0) as nobody:
         for prompt in ({"token_ids": [1]}, {"text": "hi"}):
-            _, error = await collect(nobody.generate(model="m", **prompt))  # pyright: ignore[reportArgumentType]
+            _, error = await collect(nobody.generate(model="m", **prompt))
             assert error is not None
             assert error.reason == R.ERROR_REASON_ROUTER_LOST
         with pytest.raises(KvloomError):

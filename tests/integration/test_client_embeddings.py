@@ -82,7 +82,7 @@ async def test_one_rpc_for_any_language(world: EmbeddingWorld) -> None:
     for wrong in (
         GenerateRequest(model=MODEL, conversation=conversation, pooling=Pooling()),
         GenerateRequest(model=MODEL, token_ids=TokenIds(ids=[1]), n=2, pooling=Pooling()),
-        GenerateRequest(model=MODEL, text="a", pooling=Pooling(kind=17)),  # pyright: ignore[reportArgumentType]
+        GenerateRequest(model=MODEL, text="a", pooling=Pooling(kind=17)),
     ):
         with pytest.raises(Exception, match="INVALID_ARGUMENT"):
             [response async for response in stub.Generate(wrong)]

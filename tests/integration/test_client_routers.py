@@ -98,7 +98,7 @@ async def test_no_router_is_there(gone: str) -> None:
     async with Client([gone, gone], connect_timeout_seconds=0.3, max_retries=0) as client:
         for prompt in ({"text": "a"}, {"token_ids": [1]}):
             with pytest.raises(KvloomError) as caught:
-                [delta async for delta in client.generate(model="m", **prompt)]  # pyright: ignore[reportArgumentType]
+                [delta async for delta in client.generate(model="m", **prompt)]
             assert caught.value.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
         with pytest.raises(KvloomError) as caught:
             await client.list_models()

@@ -63,7 +63,7 @@ async def test_a_conversation_is_compacted_on_demand(world: StateWorld) -> None:
     assert made.object == "response.compaction"
     assert made.usage.output_tokens == 1
     assert [item.type for item in made.output] == ["message"] * 3 + ["compaction"]
-    assert [item.content[0].text for item in made.output[:3]] == [  # pyright: ignore
+    assert [item.content[0].text for item in made.output[:3]] == [
         "first question",
         "second question",
         "third question",
@@ -110,7 +110,7 @@ async def test_a_long_conversation_is_compacted_by_itself(world: StateWorld, is_
     assert made.output_text == "Fine"
     found = await world.client.responses.retrieve(made.id)
     assert found.model_dump(exclude={"output"}) == made.model_dump(exclude={"output"})
-    assert [item.id for item in found.output] == [item.id for item in made.output]  # pyright: ignore
+    assert [item.id for item in found.output] == [item.id for item in made.output]
     prompt = world.prompt()
     assert LONG not in prompt
     assert prompt.index("second question") < prompt.index(SUMMARY) < prompt.index("third question")
@@ -164,7 +164,7 @@ async def test_what_cannot_be_made_smaller_is_left_as_it_is(world: StateWorld) -
     counted = await world.client.responses.input_tokens.count(
         model="tiny", input="b", previous_response_id=first.id, extra_body={"context_management": wanted}
     )
-    assert counted.input_tokens == then.usage.input_tokens  # pyright: ignore[reportOptionalMemberAccess]
+    assert counted.input_tokens == then.usage.input_tokens
     assert {item.type for made in (first, then) for item in made.output} == {"message"}
 
 
@@ -204,7 +204,7 @@ async def test_a_compaction_is_its_tenants(world: StateWorld) -> None:
         await world.other.responses.compact(model="tiny", previous_response_id=last)
     with pytest.raises(openai.NotFoundError) as unknown:
         await world.other.responses.compact(model="tiny", previous_response_id="resp_nothing")
-    assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}  # pyright: ignore
+    assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

@@ -113,7 +113,7 @@ async def follows(database: Database) -> None:
     responses = Follower(database, Versions(database), "", 0).responses()
     while not (await anext(responses)).is_complete:
         pass
-    await responses.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+    await responses.aclose()
 
 
 def notices(database: Database) -> Awaitable[None]:

@@ -41,13 +41,13 @@ def library() -> Iterator[FakeTensorRtLlm]:
 
 
 def sim_shard(role: str) -> tuple[Engine, ShardConfig]:
-    config = ShardConfig(engine="sim", role=role, sim=SimConfig(step_ms=3.0))  # pyright: ignore[reportArgumentType]
+    config = ShardConfig(engine="sim", role=role, sim=SimConfig(step_ms=3.0))
     return SimEngine(MODEL, config, vocab_size=49152), config
 
 
 def tensorrt_llm_shard(role: str, timeout_ms: int = 300) -> tuple[Engine, ShardConfig]:
     settings = options(cache_transceiver_config={"backend": "NIXL", "kv_transfer_timeout_ms": timeout_ms})
-    config = ShardConfig(engine="tensorrt_llm", role=role, tensorrt_llm=settings)  # pyright: ignore[reportArgumentType]
+    config = ShardConfig(engine="tensorrt_llm", role=role, tensorrt_llm=settings)
     return make_tensorrt_llm_engine(settings, role=role), config
 
 

@@ -87,7 +87,7 @@ async def test_an_answer_says_that_it_had_to_move(world: EdgeWorld) -> None:
         for index in range(2):
             request.start(index=index)
             request.tokens("Hi", index=index)
-            moves = RequestMoves(num_preemptions=index + 1, num_failovers=index, continuation=1 + index)  # pyright: ignore
+            moves = RequestMoves(num_preemptions=index + 1, num_failovers=index, continuation=1 + index)
             request.finish(STOP, index=index, moves=moves)
 
     world.link.script = play

@@ -100,7 +100,7 @@ async def test_a_response_has_one_result_for_each_side(world: EdgeWorld, client:
     assert whole.moderation.input.type == whole.moderation.output.type == "moderation_result"
     results: Any = whole.moderation
     assert (results.input.flagged, results.output.flagged) == (False, True)
-    async with client.responses.stream(model="tiny", input="nice", moderation=asked()) as stream:  # pyright: ignore
+    async with client.responses.stream(model="tiny", input="nice", moderation=asked()) as stream:
         final = await stream.get_final_response()
     assert final.moderation == whole.moderation
     plain = await client.responses.create(model="tiny", input="nice")

@@ -100,7 +100,7 @@ async def test_error_of_one_prompt_cancels_the_others(world: EdgeWorld) -> None:
     post = asyncio.create_task(world.post("/v1/completions", {"model": "tiny", "prompt": ["a", "b"]}))
     first, second = [await world.link.next_request() for _ in range(2)]
     first.start()
-    second.fail(41, "engine failed")  # pyright: ignore[reportArgumentType]
+    second.fail(41, "engine failed")
     status, body = await post
     assert (status, body["error"]["code"]) == (500, "engine_failed")
     assert first.cancelled.is_set()

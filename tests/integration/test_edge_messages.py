@@ -360,7 +360,7 @@ async def test_models(world: EdgeWorld, client: Any) -> None:
     assert (await client.models.retrieve("tiny")).display_name == "tiny"
     with pytest.raises(anthropic.NotFoundError) as caught:
         await client.models.retrieve("other")
-    assert caught.value.body["error"]["type"] == "not_found_error"  # pyright: ignore
+    assert caught.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
         [model async for model in client.models.list(after_id="other")]
     async with world.http.get(world.url + "/v1/models") as response:
@@ -457,7 +457,7 @@ async def test_errors_have_anthropics_shape(world: EdgeWorld, client: Any) -> No
         with pytest.raises(anthropic.APIStatusError) as refused:
             await client.messages.create(model="tiny", max_tokens=9, messages=USER)
         assert refused.value.status_code == status
-        assert refused.value.body["error"]["type"] == kind  # pyright: ignore
+        assert refused.value.body["error"]["type"] == kind
         assert refused.value.response.headers["retry-after"] == "3"
 
 

@@ -258,14 +258,14 @@ async def test_logprobs_are_those_of_the_text(world: EdgeWorld, deltas: Sequence
 async def test_the_history_reaches_the_model(world: EdgeWorld, client: openai.AsyncOpenAI) -> None:
     """A stateless client sends back the items that it got, as the client's objects, with the results of the calls."""
     world.link.script = answer(*pieces(ALL))
-    first = await client.responses.create(model="tiny", input="Weather?", tools=[WEATHER], store=False)  # pyright: ignore
+    first = await client.responses.create(model="tiny", input="Weather?", tools=[WEATHER], store=False)
     calls = [item for item in first.output if item.type == "function_call"]
     results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Snow."} for call in calls]
     world.link.script = answer("It snows.")
     second = await client.responses.create(
         model="tiny",
-        input=[{"role": "user", "content": "Weather?"}, *first.output, *results],  # pyright: ignore
-        tools=[WEATHER],  # pyright: ignore
+        input=[{"role": "user", "content": "Weather?"}, *first.output, *results],
+        tools=[WEATHER],
         include=["reasoning.encrypted_content"],
     )
     assert second.output_text == "It snows."
@@ -278,7 +278,7 @@ async def test_the_history_reaches_the_model(world: EdgeWorld, client: openai.As
 async def test_the_official_client_streams_typed_events(world: EdgeWorld, client: openai.AsyncOpenAI) -> None:
     """OpenAI's client puts the events together, and checks them against each other."""
     world.link.script = answer(*pieces(ALL))
-    async with client.responses.stream(model="tiny", input="Weather?", tools=[WEATHER]) as stream:  # pyright: ignore
+    async with client.responses.stream(model="tiny", input="Weather?", tools=[WEATHER]) as stream:
         seen = [event.type async for event in stream]
         final = await stream.get_final_response()
     assert seen[0] == "response.created"

@@ -264,13 +264,13 @@ async def test_a_client_that_does_not_read(world: EdgeWorld) -> None:
     async with connected(world) as client:
         await client.create()
         request = await world.link.next_request()
-        client.socket._response.connection.transport.pause_reading()  # pyright: ignore
+        client.socket._response.connection.transport.pause_reading()
         request.start()
         async with asyncio.timeout(10):
             while not request.cancelled.is_set():
                 request.tokens("x" * 50_000)
                 await asyncio.sleep(0)
-        client.socket._response.close()  # pyright: ignore
+        client.socket._response.close()
 
 
 async def test_pages_of_other_origins(world: EdgeWorld) -> None:

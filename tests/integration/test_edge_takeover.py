@@ -217,13 +217,13 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
         publication = second.edge.resume.publications[streamed.response_id]
         await eventually(lambda: len(streamed.events) == stream.num_events == publication.num_published)
         name = request.request.wanted.request_id
-        assert second.edge.losses.reported == [("link-1", name, 3)]  # pyright: ignore
+        assert second.edge.losses.reported == [("link-1", name, 3)]
         await kill(second, two, reading)
         streamed.url = third.url + path
         back = asyncio.create_task(streamed.resume())
         script.play(await third.link.next_request(), 6)
         assert await back == 200
-        assert third.edge.losses.reported == [("link-1", name, 3), ("link-2", name, 2)]  # pyright: ignore
+        assert third.edge.losses.reported == [("link-1", name, 3), ("link-2", name, 2)]
 
 
 async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> None:
@@ -336,7 +336,7 @@ async def test_client_ahead_of_the_journal(redis_url: str) -> None:
         script.play(request, 0, 3)
         await eventually(lambda: len(streamed.events) == 3)
         await published(one)
-        one._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
+        one._publisher._flush = nothing
         script.play(request, 3, 5)
         await eventually(lambda: len(streamed.events) == 4)
         await kill(first, one, reading)

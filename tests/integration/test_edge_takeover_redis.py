@@ -80,11 +80,11 @@ async def test_answer_that_turns_out_to_have_ended_is_there_for_all_who_come(red
         streamed, request, reading = await begin_live(first, path, body, script, 4)
         journal, response_id = one._journal, streamed.response_id
         key = journal._response_key(first.edge.tag, response_id)
-        row: Any = await journal.redis.hgetall(key)  # pyright: ignore[reportGeneralTypeIssues]
+        row: Any = await journal.redis.hgetall(key)
         script.play(request, 4)
         await reading
         await published(one)
-        await journal.redis.hset(key, mapping=row)  # pyright: ignore[reportGeneralTypeIssues]
+        await journal.redis.hset(key, mapping=row)
         await kill(first, one, reading)
         for world in (second, second, third):
             late = client(world, path)

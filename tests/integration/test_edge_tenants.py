@@ -241,10 +241,10 @@ async def test_the_official_anthropic_client_sees_what_it_expects(world: EdgeWor
     async with client(SEARCH_KEY) as allowed, client("wrong") as wrong:
         with pytest.raises(anthropic.AuthenticationError) as unknown:
             await ask(wrong, "tiny")
-        assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        assert unknown.value.body["error"]["type"] == "authentication_error"
         with pytest.raises(anthropic.PermissionDeniedError) as caught:
             await ask(allowed, "secret")
-        assert caught.value.body["error"]["type"] == "permission_error"  # type: ignore[index]
+        assert caught.value.body["error"]["type"] == "permission_error"
         assert (await ask(allowed, "tiny")).content[0].text == "Hi"
         assert [model.id async for model in allowed.models.list()] == ["tiny"]
 

@@ -84,7 +84,7 @@ async def leave_traces(world: StateWorld, user: str, said: str, audit: AuditLog)
     removed = await api.conversations.create(items=messages, metadata=named)
     await asked(world, "DELETE", f"/conversations/{removed.id}", key=SEARCH_KEY)
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny"}}
-    line["body"] |= {"messages": messages}  # pyright: ignore
+    line["body"] |= {"messages": messages}
     file = await api.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
     batch = await api.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata=named

@@ -172,7 +172,7 @@ async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Pat
         assert await drain(world.address, trust("router")) == "UNAVAILABLE"
         snapshot = shard_service_pb2.ShardServiceConnectRequest(want_kv_snapshot=True)
         await stream.write(snapshot)
-        assert await stream.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+        assert await stream.read() is not grpc.aio.EOF
 
 
 @contextlib.asynccontextmanager

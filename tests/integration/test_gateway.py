@@ -44,7 +44,7 @@ class Talk:
         given |= {name.replace("_", "-"): value for name, value in headers.items() if name != "subset"}
         message = ext_proc.ProcessingRequest(
             request_headers=ext_proc.HttpHeaders(headers=_map(given), end_of_stream=is_end),
-            protocol_config=ext_proc.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode),  # type: ignore[arg-type]
+            protocol_config=ext_proc.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode),
         )
         if "subset" in headers:
             fields = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]

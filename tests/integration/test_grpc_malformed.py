@@ -83,7 +83,7 @@ async def test_a_malformed_message_is_the_callers_error(
 
 async def _read_to_its_end(call: Any) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while await call.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+        while await call.read() is not grpc.aio.EOF:
             pass
 
 

@@ -133,7 +133,7 @@ async def test_named_rules_fail_closed(fabric: Fabric) -> None:
     world.router.server._core._verdicts._patience_seconds = 0.0
     link = world.router.server._parts.safety_link
     assert link is not None
-    link._current._call.cancel()  # pyright: ignore[reportOptionalMemberAccess]
+    link._current._call.cancel()
     await eventually(lambda: link._current is None, "the loss of the service")
     status, answer, _ = await send(world, chat("hi", "names"))
     assert (status, answer["error"]["code"]) == (503, "safety_unavailable")

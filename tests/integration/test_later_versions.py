@@ -78,7 +78,7 @@ async def test_an_answer_that_ends_for_a_reason_of_a_later_version_ends(world: R
 
     def as_sent(frame: ShardServiceConnectResponse) -> ShardServiceConnectResponse:
         for finish in frame.step.finishes:
-            finish.reason = LATER_REASON  # pyright: ignore[reportAttributeAccessIssue]
+            finish.reason = LATER_REASON
         return frame
 
     await world.start_shard("shard-0", as_sent=as_sent)

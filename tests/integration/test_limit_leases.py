@@ -292,7 +292,7 @@ class Router:
         self.name, self._control = name, control
         limiter = Limiter(lambda: table, epoch_clock())
         self.core = RouterCore(CoreConfig(meters_usage=True), limiter=limiter)
-        self.driver = CoreDriver(self.core, Observer(self._on_end))  # pyright: ignore[reportArgumentType]
+        self.driver = CoreDriver(self.core, Observer(self._on_end))
         config = KvloomConfig()
         config.redis.url = redis_url
         self.metrics = CollectorRegistry()

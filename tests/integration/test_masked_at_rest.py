@@ -76,7 +76,7 @@ async def test_the_database_and_the_files_have_nothing_in_clear(world: StateWorl
     kept = [item.model_dump_json() async for item in api.conversations.items.list(conversation.id)]
     assert all(MAIL in item for item in kept)
     assert {json.loads(item)["type"] for item in kept} == {"message", "reasoning", "function_call"}
-    chat = await api.chat.completions.create(model="tiny", messages=HISTORY, tools=[TOOL], store=True)  # pyright: ignore
+    chat = await api.chat.completions.create(model="tiny", messages=HISTORY, tools=[TOOL], store=True)
     again = (await api.chat.completions.retrieve(chat.id)).model_dump_json()
     assert again.count(MAIL) == 3  # the text, the reasoning, and the call
     messages = [message.model_dump_json() async for message in api.chat.completions.messages.list(chat.id)]
@@ -89,7 +89,7 @@ async def test_the_database_and_the_files_have_nothing_in_clear(world: StateWorl
 
         await eventually(is_over, "the end of the response")
         line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny"}}
-        line["body"]["messages"] = HISTORY  # pyright: ignore
+        line["body"]["messages"] = HISTORY
         file = await api.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = await api.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -104,7 +104,7 @@ async def test_the_database_and_the_files_have_nothing_in_clear(world: StateWorl
     assert output_id is not None
     for file_id in (file.id, output_id):
         assert MAIL in (await api.files.content(file_id)).text
-    assert all("@" not in prompt for prompt in world.edge.link.prompts)  # pyright: ignore
+    assert all("@" not in prompt for prompt in world.edge.link.prompts)
     stored = stored_in(tmp_path)
     assert stored.count(b"\x01") > 0
     for clear in (MAIL, MAIL.partition("@")[0] + "@", "I ask", "Who is"):

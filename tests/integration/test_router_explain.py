@@ -297,6 +297,6 @@ async def test_a_plan_says_which_rule_held_and_what_a_cascade_asks_first(world: 
     assert (list(plan.candidates), list(plan.tests)) == (["little"], ["refusal", "logprob >= -0.7"])
     console = Console(file=io.StringIO(), width=200)
     print_plan(plan, console)
-    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    shown = console.file.getvalue()
     assert "chosen by chat;rule=1" in shown
     assert "judges by refusal, logprob >= -0.7: little" in shown

@@ -35,7 +35,7 @@ def request(text: str = "the fox", **fields: Any) -> pb.GenerateRequest:
 
 
 async def start(world: RouterWorld, **limits: int) -> FakeShard:
-    world.config.callers = RpcSettings(**limits)  # pyright: ignore[reportArgumentType]
+    world.config.callers = RpcSettings(**limits)
     shard = await world.start_shard("shard-0", step_seconds=0.01)
     await world.start_router()
     await world.wait_for_shards(await world.connect(), 1)
@@ -45,13 +45,13 @@ async def start(world: RouterWorld, **limits: int) -> FakeShard:
 async def begin(stub: RouterServiceStub, name: str, text: str = "the fox") -> Any:
     """A stream that has its first token."""
     call = stub.Generate(request(text), metadata=caller(name), timeout=60)
-    assert await call.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+    assert await call.read() is not grpc.aio.EOF
     return call
 
 
 async def read_to_its_end(call: Any) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while await call.read() is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+        while await call.read() is not grpc.aio.EOF:
             pass
 
 
@@ -174,7 +174,7 @@ async def test_a_router_that_is_short_of_memory(world: RouterWorld) -> None:
     assert error.reason == ErrorReason.ERROR_REASON_OVERLOADED
     answer = await world.ask(link, [1] * 20, 3)
     assert answer.finish.error.reason == ErrorReason.ERROR_REASON_OVERLOADED
-    assert await running.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+    assert await running.read() is not grpc.aio.EOF
     world.server._on_memory_level(MemoryLevel.NORMAL)
     await begin(stub, "two")
     assert len((await world.ask(link, [1] * 20, 3)).token_ids[0]) == 3

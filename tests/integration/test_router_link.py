@@ -264,7 +264,7 @@ class CancellingSink(RecordingSink):
         self._link = link
         self.victim = 0
 
-    def on_tokens(self, index, delta, token_ids, logprobs) -> None:  # type: ignore[no-untyped-def]
+    def on_tokens(self, index, delta, token_ids, logprobs) -> None:
         self._link.cancel(self.victim)
         super().on_tokens(index, delta, token_ids, logprobs)
 
@@ -326,7 +326,7 @@ async def test_a_router_that_accepts_and_says_nothing_is_left_within_seconds() -
                 await link.close()
     finally:
         await link.close()
-        tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("hang")]  # pyright: ignore
+        tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("hang")]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

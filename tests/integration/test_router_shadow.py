@@ -54,7 +54,7 @@ async def serve(world: ShadowWorld, *models: str, max_batch: int = 8) -> GrpcRou
 async def ask(world: ShadowWorld, link: GrpcRouterLink, number: int = 0, **fields: object) -> Answer:
     sampling = fields.pop("sampling", SamplingParams(seed=number))
     max_tokens = fields.pop("max_tokens", NUM_TOKENS)
-    return await world.ask(link, PROMPT, max_tokens, model=MODEL, sampling=sampling, **fields)  # type: ignore[arg-type]
+    return await world.ask(link, PROMPT, max_tokens, model=MODEL, sampling=sampling, **fields)
 
 
 def content(answer: Answer) -> object:

@@ -203,7 +203,7 @@ async def test_streams_have_slots_of_their_own(rig: Rig) -> None:
     assert list((await second.ask(slots=[1], deltas=[" code "])).num_clear_chars) == [6]
     await first.call.done_writing()
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        assert await first.call.read() is grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+        assert await first.call.read() is grpc.aio.EOF
         assert await first.call.code() is grpc.StatusCode.OK
 
 
@@ -230,11 +230,11 @@ async def test_the_process_serves_reports_and_stops(tmp_path: Path) -> None:
             wanted = ClassifyRequest(texts=["my launch code"], check=CheckWish())
             answer = await SafetyServiceStub(channel).Classify(wanted)
             assert answer.results[0].finding.rule == "codes"
-            health = await health_pb2_grpc.HealthStub(channel).Check(  # pyright: ignore[reportAttributeAccessIssue]
+            health = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="kvloom.v1.SafetyService")
             )
             assert health.status == health_pb2.HealthCheckResponse.SERVING
-            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()  # pyright: ignore
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             listed = await call.read()
             assert "kvloom.v1.SafetyService" in str(listed)

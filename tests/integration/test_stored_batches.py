@@ -209,7 +209,7 @@ async def test_bad_batches_are_refused_and_others_find_none(world: StateWorld) -
         body: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
         with pytest.raises(openai.APIStatusError) as caught:
             await client.batches.create(**body)
-        assert (caught.value.status_code, caught.value.body["param"]) == (status, field)  # pyright: ignore
+        assert (caught.value.status_code, caught.value.body["param"]) == (status, field)
     batch = await begun(world, [line(1)])
     for ask in (world.other.batches.retrieve, world.other.batches.cancel):
         with pytest.raises(openai.NotFoundError):

@@ -64,7 +64,7 @@ async def test_other_tenants_find_no_file(world: StateWorld) -> None:
             await ask(made.id)
         with pytest.raises(openai.NotFoundError) as unknown:
             await ask("file-nothing")
-        assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}  # pyright: ignore
+        assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}
     assert [one async for one in world.other.files.list()] == []
     assert (await world.client.files.content(made.id)).content == b"secret"
     await world.client.files.delete(made.id)

@@ -94,7 +94,7 @@ async def test_a_response_is_made_of_it(world: StateWorld, is_background: bool) 
     assert 'I am {{language}} \\1 "Ann".' in text  # a value is no template
     assert text.index("Answer in French.") < text.index("I am") < text.index("Hello") < text.index("How are you?")
     listed = await world.client.responses.input_items.list(response.id)
-    assert [item.content[0].text for item in listed.data] == ["How are you?"]  # pyright: ignore
+    assert [item.content[0].text for item in listed.data] == ["How are you?"]
 
 
 async def test_versions_input_and_instructions_are_the_requests_choice(world: StateWorld) -> None:
@@ -113,7 +113,7 @@ async def test_versions_input_and_instructions_are_the_requests_choice(world: St
     counted = await world.client.responses.input_tokens.count(
         model="tiny", input="and then?", previous_response_id=without.id, extra_body={"prompt": named}
     )
-    assert counted.input_tokens == follows.usage.input_tokens  # pyright: ignore[reportOptionalMemberAccess]
+    assert counted.input_tokens == follows.usage.input_tokens
 
 
 async def test_what_is_missing_is_named(world: StateWorld) -> None:
@@ -130,7 +130,7 @@ async def test_what_is_missing_is_named(world: StateWorld) -> None:
     for prompt, status, field in cases:
         with pytest.raises(openai.APIStatusError) as refused:
             await world.client.responses.create(model="tiny", prompt=prompt, input="x")
-        assert (refused.value.status_code, refused.value.param) == (status, field)  # pyright: ignore
+        assert (refused.value.status_code, refused.value.param) == (status, field)
     for body, field in (
         ({}, "instructions"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input[0].type"),

@@ -45,7 +45,7 @@ async def num_rows(database: Database) -> int:
 async def refused(call: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
     with pytest.raises(openai.APIStatusError) as caught:
         await call
-    return caught.value.status_code, dict(caught.value.body)  # pyright: ignore[reportArgumentType]
+    return caught.value.status_code, dict(caught.value.body)
 
 
 async def test_a_response_is_stored_unless_the_request_says_otherwise(world: StateWorld) -> None:
@@ -95,10 +95,10 @@ async def test_a_response_follows_another_one(world: StateWorld, is_streamed: bo
     prompt = world.prompt()
     assert prompt.index("Hello you") < prompt.index("Fine") < prompt.index("third question")
     listed = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
-    texts = [item.content[0].text for item in listed]  # pyright: ignore
+    texts = [item.content[0].text for item in listed]
     assert texts == ["first question", "Hello you", "second question", "Fine", "third question"]
     newest = await client.responses.input_items.list(third.id, limit=1)
-    assert newest.data[0].content[0].text == "third question"  # pyright: ignore
+    assert newest.data[0].content[0].text == "third question"
     assert newest.has_more
 
 
@@ -144,9 +144,9 @@ async def test_a_conversation_has_what_was_asked_and_answered(world: StateWorld)
     prompt = world.prompt()
     assert prompt.index("an earlier question") < prompt.index("Hello you") < prompt.index("and now?")
     items = [item async for item in client.conversations.items.list(made.id, limit=2)]
-    texts = [item.content[0].text for item in items]  # pyright: ignore
+    texts = [item.content[0].text for item in items]
     assert texts == ["Bye", "and now?", "Hello you", "the fox", "an earlier question"]
-    assert [item.role for item in items] == ["assistant", "user"] * 2 + ["user"]  # pyright: ignore
+    assert [item.role for item in items] == ["assistant", "user"] * 2 + ["user"]
 
 
 async def test_a_conversation_is_changed_and_deleted(world: StateWorld) -> None:
@@ -208,7 +208,7 @@ async def test_chat_completions_are_stored_on_demand(world: StateWorld, is_strea
 OF_OTHERS: dict[str, Callable[[openai.AsyncOpenAI, str, str, str], Coroutine[Any, Any, Any]]] = {
     "response": lambda client, one, *_: client.responses.retrieve(one),
     "response's deletion": lambda client, one, *_: client.responses.delete(one),
-    "response's input": lambda client, one, *_: client.responses.input_items.list(one)._get_page(),  # pyright: ignore
+    "response's input": lambda client, one, *_: client.responses.input_items.list(one)._get_page(),
     "previous response": lambda client, one, *_: client.responses.create(
         model="tiny", input="a", previous_response_id=one
     ),

@@ -163,7 +163,7 @@ async def test_anthropics_client_has_the_same_files(world: StateWorld, claude: A
         assert (await claude.files.delete(one.id)).type == "file_deleted"
     with pytest.raises(anthropic.NotFoundError) as unknown:
         await claude.files.retrieve_metadata(made.id)
-    assert unknown.value.body["error"]["type"] == "not_found_error"  # pyright: ignore
+    assert unknown.value.body["error"]["type"] == "not_found_error"
     assert contents_of(world) == []
 
 

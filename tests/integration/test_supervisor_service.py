@@ -122,4 +122,4 @@ async def test_logs_are_filtered_there_and_followed_here(address: str, tmp_path:
         entries = await anext(following)
         assert entries is not None
         assert entries[0].lines[0].endswith("four")
-        await following.aclose()  # type: ignore[attr-defined]
+        await following.aclose()

@@ -224,8 +224,8 @@ async def test_records_that_the_fabric_has_not_signed_are_not_billed(world: Worl
         for sealer in (PLAIN, SecretSealer(FabricSecret.draw())):
             stream = UsageStream("kvloom", sealer)
             record = msgspec.json.encode({"producer": "r0/1", "number": 2, "request_id": "forged"})
-            await client.xadd(stream.stream, stream.entry("r0/1", [record]))  # pyright: ignore[reportArgumentType]
-            await client.xadd(stream.stream, stream.entry("r0/1", [], closed_after=0))  # pyright: ignore[reportArgumentType]
+            await client.xadd(stream.stream, stream.entry("r0/1", [record]))
+            await client.xadd(stream.stream, stream.entry("r0/1", [], closed_after=0))
         # A signed value of another key of the registry, in the stream.
         await client.xadd(stream.stream, {b"entry": world.sealer.sign("kvloom:shard:a", record)})
         await eventually(lambda: _is_empty(client, stream.stream))

@@ -81,7 +81,7 @@ async def names_found(world: StateWorld, store: str, query: str, **more: Any) ->
 async def refused(call: Awaitable[Any]) -> tuple[int, Any]:
     with pytest.raises(openai.APIStatusError) as caught:
         await call
-    return caught.value.status_code, caught.value.body["param"]  # pyright: ignore
+    return caught.value.status_code, caught.value.body["param"]
 
 
 async def num_rows(world: StateWorld) -> list[int]:
@@ -97,7 +97,7 @@ async def test_files_are_indexed_and_found(world: StateWorld) -> None:
     assert (store.name, store.status, store.metadata) == ("Manuals", "completed", {})
     assert (store.file_counts.completed, store.file_counts.total) == (3, 3)
     assert store.usage_bytes > len(MILL)
-    assert store.embedding_model == ENCODER  # pyright: ignore
+    assert store.embedding_model == ENCODER
     assert (await names_found(world, store.id, "Who reads punched cards?"))[0] == "loom.md"
     results = [one async for one in client.vector_stores.search(store.id, query="the river wheel", max_num_results=2)]
     assert len(results) == 2
@@ -162,7 +162,7 @@ async def test_rankings_and_thresholds(world: StateWorld) -> None:
     search = world.client.vector_stores.search
 
     async def scores(**options: Any) -> list[float]:
-        page = await search(store.id, query="The water mill grinds wheat", ranking_options=options)  # pyright: ignore
+        page = await search(store.id, query="The water mill grinds wheat", ranking_options=options)
         return [one.score for one in page.data]
 
     assert (await scores())[0] == 1.0
@@ -283,9 +283,9 @@ async def test_without_an_encoder_the_error_names_the_field(world: StateWorld) -
     world.edge.link.tell(FleetState(models=[tiny, chatty]))
     with pytest.raises(openai.BadRequestError, match="serves no encoder") as caught:
         await client.vector_stores.create()
-    assert caught.value.body["param"] == "embedding_model"  # pyright: ignore
+    assert caught.value.body["param"] == "embedding_model"
     named = await client.vector_stores.create(extra_body={"embedding_model": ENCODER})
-    assert named.embedding_model == ENCODER  # pyright: ignore
+    assert named.embedding_model == ENCODER
     assert await refused(client.vector_stores.create(extra_body={"embedding_model": "none"})) == (
         404,
         "embedding_model",
@@ -318,11 +318,11 @@ async def test_bad_requests_name_their_field(world: StateWorld) -> None:
             client.vector_stores.create(expires_after={"anchor": "last_active_at", "days": 0}),
             (400, "expires_after.days"),
         ),
-        (client.vector_stores.files.list(store.id, filter="done"), (400, "filter")),  # pyright: ignore
+        (client.vector_stores.files.list(store.id, filter="done"), (400, "filter")),
         (client.vector_stores.files.list(store.id, before="file-nothing"), (400, "before")),
         (search(store.id, query=""), (400, "query")),
         (search(store.id, query="a", max_num_results=51), (400, "max_num_results")),
-        (search(store.id, query="a", filters={"type": "eq", "key": "a"}), (400, "filters.value")),  # pyright: ignore
+        (search(store.id, query="a", filters={"type": "eq", "key": "a"}), (400, "filters.value")),
         (search(store.id, query="a", extra_body=weights), (400, "ranking_options.hybrid_search")),
         (search(store.id, query="the fox " * 2000), (400, "query")),
     ]

@@ -296,7 +296,7 @@ async def test_endpoints_are_their_tenants(world: StateWorld, receiver: Receiver
             await ask(made.id)
         with pytest.raises(openai.NotFoundError) as unknown:
             await ask("we_nothing")
-        assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}  # pyright: ignore
+        assert {**foreign.value.body, "message": ""} == {**unknown.value.body, "message": ""}
     assert [one async for one in other.list()] == []
     theirs = await world.other.responses.create(model="tiny", input="the fox", background=True)
     await world.other.responses.cancel(theirs.id)

@@ -22,7 +22,7 @@ BYTE_FALLBACK = ModelTokenizer(byte_fallback_tokenizer())
 def spaced_tokenizer() -> ModelTokenizer:
     """Puts a space before every text, as Llama 2's does."""
     tokenizer = byte_fallback_tokenizer()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return ModelTokenizer(tokenizer)
 
 

@@ -11,8 +11,8 @@ from kvloom_common.limits.client_address import MAX_PROXIES, client_address
 
 TRUSTED = [ipaddress.ip_network(network) for network in ("10.0.0.0/8", "fd00::/8")]
 PROXIES = st.one_of(
-    st.ip_addresses(network="10.0.0.0/8"),  # pyright: ignore[reportArgumentType]
-    st.ip_addresses(network="fd00::/8"),  # pyright: ignore[reportArgumentType]
+    st.ip_addresses(network="10.0.0.0/8"),
+    st.ip_addresses(network="fd00::/8"),
 ).map(str)
 CLIENTS = (
     st.ip_addresses()

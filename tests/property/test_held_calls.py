@@ -213,4 +213,4 @@ def test_calls_are_found_behind_a_parser_that_says_nothing() -> None:
         def finish(self) -> list[Event]:
             return []
 
-    assert ParsedCalls(Silent()).read("text") == (True, False)  # pyright: ignore[reportArgumentType]
+    assert ParsedCalls(Silent()).read("text") == (True, False)

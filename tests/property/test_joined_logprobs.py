@@ -32,8 +32,8 @@ def test_the_shown_tokens_have_the_text(pieces: list[str], stops: list[str], dat
 
     def show(ids: object, entries: object, num_cut_bytes: int = 0) -> None:
         nonlocal shown
-        assert list(ids) == [round(entry.logprob) for entry in entries]  # type: ignore[call-overload]
-        bytes_ = b"".join(TOKENIZER.shown_bytes(one) for one in ids)  # type: ignore[attr-defined]
+        assert list(ids) == [round(entry.logprob) for entry in entries]
+        bytes_ = b"".join(TOKENIZER.shown_bytes(one) for one in ids)
         shown += bytes_[: len(bytes_) - num_cut_bytes]
 
     while at < len(token_ids) and shard.stop_string is None:

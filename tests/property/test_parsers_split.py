@@ -140,11 +140,11 @@ def check_well_formed(events: list[Event]) -> None:
             assert event.index == open_index
             open_index = None
         elif hasattr(event, "index"):
-            assert event.index == open_index  # type: ignore[attr-defined]
-            assert event.text  # type: ignore[attr-defined]
+            assert event.index == open_index
+            assert event.text
         else:
             assert open_index is None
-            assert event.text  # type: ignore[union-attr]
+            assert event.text
     assert open_index is None
 
 

@@ -161,7 +161,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         shard_id = self._pick(pick)
         shard = self.shards[shard_id]
         block_hashes = sorted(shard.states[-1])
-        order.shuffle(block_hashes)  # pyright: ignore[reportAttributeAccessIssue]
+        order.shuffle(block_hashes)
         snapshot = Snapshot(shard_id, len(shard.states) - 1, block_hashes)
         if is_late:
             self.snapshots.append(snapshot)

@@ -71,7 +71,7 @@ PARTICULAR: Final[Mapping[str, st.SearchStrategy[Any]]] = {
     "sampling": st.fixed_dictionaries(
         {"seed": st.integers(0, 2**64 - 1)},
         optional={"temperature": st.floats(0, 2), "logprobs": st.integers(0, 3), "logit_bias": st.just({3: 1.5})},
-    ).map(lambda fields: SamplingParams(**fields)),  # pyright: ignore[reportArgumentType]
+    ).map(lambda fields: SamplingParams(**fields)),
     "stop": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(4, 9), "stop": st.just(["end"])}),
     "n": st.integers(1, 3),
     "tier": st.sampled_from([0, 1, 2]),
@@ -98,7 +98,7 @@ def _drawn(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 
 requests = st.fixed_dictionaries(
-    {field.name: _drawn(field) for field in pb.GenerateRequest.DESCRIPTOR.fields if field.name not in BESIDE}  # pyright: ignore[reportArgumentType]
+    {field.name: _drawn(field) for field in pb.GenerateRequest.DESCRIPTOR.fields if field.name not in BESIDE}
 ).map(lambda fields: pb.GenerateRequest(**fields))
 
 
@@ -131,7 +131,7 @@ def progress(wanted: pb.GenerateRequest, num_tokens: int) -> list[ChoiceProgress
 
 def link_request(wanted: pb.GenerateRequest) -> LinkRequest:
     """The request as an edge makes it."""
-    submit = pb.Submit(request=wanted, prompt_text="text", has_fallback_model=True, **BLOCKED, **CALLER)  # pyright: ignore[reportArgumentType]
+    submit = pb.Submit(request=wanted, prompt_text="text", has_fallback_model=True, **BLOCKED, **CALLER)
     return LinkRequest(submit, PROMPT)
 
 

@@ -18,7 +18,7 @@ from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink
 class AnyModel(dict[str, ServedModel]):
     """Has the one model under every name, so that made-up requests get further than its name."""
 
-    def get(self, key: str, default: ServedModel | None = None) -> ServedModel | None:  # type: ignore[override]
+    def get(self, key: str, default: ServedModel | None = None) -> ServedModel | None:
         return next(iter(self.values()), default) if key else default
 
 

@@ -85,12 +85,12 @@ def proof_of(records: Sequence[AuditRecord], decision: AuditRecord, keys: AuditK
 
 def wanted_of(proof: AnswerProof, given: str, tokenizer: ModelTokenizer) -> RequestedGeneration:
     """The request, of which the log lacks what is given. Raises ValueError if it is another one."""
-    content: Any = None
+    content: dict[str, Any] = {}
     if given.lstrip().startswith("{"):
         content = json.loads(given)
-    if not isinstance(content, dict) or "prompt_token_ids" not in content:
+    if "prompt_token_ids" not in content:
         content = {"prompt_token_ids": list(tokenizer.encode_now(given))}
-    fields = {**proof.request, "prompt_token_ids": content["prompt_token_ids"]}
+    fields: dict[str, Any] = {**proof.request, "prompt_token_ids": content["prompt_token_ids"]}
     for parameters in ("sampling", "stop"):
         fields[parameters] = {**fields[parameters], **content.get(parameters, {})}
     wanted = msgspec.convert(fields, RequestedGeneration)

@@ -92,13 +92,13 @@ async def _show(fleet: FleetAccess, query: LogQuery, *, follow: bool) -> bool:
             on_problem(problem)
         for machine in view.machines:
             if machine.address and machine.state is not None:
-                sources.append(remote_logs(fleet, machine))  # type: ignore[arg-type]
+                sources.append(remote_logs(fleet, machine))
                 names |= {process.name for process in machine.state.processes} | {machine.name}
     if not names:
         raise CommandError(f"there are no logs in {fleet.folder.log_dir}")
     _check_names(query.processes, names, unsupervised)
     width = max(map(len, names)) if len(query.processes or names) > 1 else 0
-    logs = FleetLogs(sources, on_problem)  # type: ignore[arg-type]
+    logs = FleetLogs(sources, on_problem)
     show = functools.partial(_print, width=width)
     if follow:
         await logs.follow(query, show)

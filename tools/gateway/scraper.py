@@ -45,7 +45,7 @@ async def follow_load(
         try:
             use(await read_load(session, endpoint.metrics_url))
             num_failures = 0
-        except (ValueError, OSError, TimeoutError, aiohttp.ClientError) as error:
+        except (ValueError, OSError, aiohttp.ClientError) as error:
             num_failures += 1
             if num_failures == 1:
                 log.warning("endpoint_read_failed", address=endpoint.address, cause=str(error) or repr(error))

@@ -83,7 +83,7 @@ async def _probe(socket_path: str, password: str) -> ReadyLine | None:
         writer.write(f"AUTH {password}\r\nPING\r\n".encode())
         async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):
             answers = [await reader.readline(), await reader.readline()]
-    except (OSError, TimeoutError):
+    except OSError:
         return None
     finally:
         writer.close()

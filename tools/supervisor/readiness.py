@@ -102,7 +102,7 @@ async def edge_reason(status: ProcessStatus, trust: FabricTrust, model: str = ""
                     answer += await reader.read(_MAX_BODY_BYTES)
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
+    except OSError:
         return f"{status.name} does not answer"
     if answer.split(b" ")[1:2] == [b"200"]:
         return ""

@@ -77,4 +77,4 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, in
     """Returns the first address of a name, IPv4 before IPv6. Raises OSError."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, address  # pyright: ignore[reportReturnType]  (of other families the resolver has none)
+    return family, address  # pyrefly: ignore[bad-return]  (of other families the resolver has none)

@@ -113,7 +113,7 @@ def echo_of(
 def _effective(given: float | None, defaults: SamplingParams, name: str, otherwise: float) -> float:
     if given is not None:
         return given
-    return getattr(defaults, name) if defaults.HasField(name) else otherwise  # pyright: ignore[reportArgumentType]
+    return getattr(defaults, name) if defaults.HasField(name) else otherwise
 
 
 def _text(body: ResponsesBody) -> Json:

@@ -58,7 +58,9 @@ class ResponseObject:
             incomplete_details=None if incomplete is None else {"reason": incomplete},
             usage=usage_object(usage),
             details=details,
-            moderation=moderation and {"input": _result(moderation.input), "output": _result(moderation.output)},
+            moderation=None
+            if moderation is None
+            else {"input": _result(moderation.input), "output": _result(moderation.output)},
         )
 
     def failed(self, error: KvloomError, output: Sequence[Buffer]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 MAX_DEPTH: Final = 512
@@ -26,7 +27,7 @@ class JsonScanner:
         self.done = False
         self.broken = False
         self._closers: list[str] = []
-        self._state = self._value
+        self._state: Callable[[str, int, int], int] = self._value
 
     def scan(self, text: str, position: int, end: int) -> int:
         """Read `text[position:end]`. Returns the position behind the last character that belongs to the value."""

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.error
 import urllib.request
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -182,5 +181,5 @@ def _answers(url: str, model: str) -> bool:
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_SECONDS) as response:
             return b"[DONE]" in response.read()
-    except (OSError, urllib.error.URLError, ValueError):
+    except (OSError, ValueError):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -150,7 +150,7 @@ def request_bodies(workload: Workload, model: str, seed: int) -> list[bytes]:
     for number in range(workload.num_requests):
         own = f"{draw.getrandbits(48)} {_text(draw, workload.prompt_bytes - shared_bytes)}"
         prefix = f"{prefixes[number % len(prefixes)]} " if prefixes else ""
-        body = {
+        body: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": prefix + own}],
             "max_tokens": workload.num_tokens,

@@ -31,7 +31,7 @@ class OnnxEncoder:
     """A BERT in float32, for batches that are padded to their longest text."""
 
     def __init__(self, model_dir: str, num_threads: int) -> None:
-        import onnxruntime  # pyright: ignore[reportMissingImports]
+        import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
@@ -61,7 +61,7 @@ class _Graph:
         self._constants: list[Any] = []
 
     def serialised(self) -> bytes:
-        from onnx import TensorProto, helper  # pyright: ignore[reportMissingImports]
+        from onnx import TensorProto, helper
 
         own, weights = "com.microsoft", self._weights
         table = "embeddings.position_embeddings.weight"
@@ -107,14 +107,14 @@ class _Graph:
         return [self._constant(self._weights[f"{name}.{kind}"]) for kind in ("weight", "bias")]
 
     def _constant(self, array: Any) -> str:
-        from onnx import numpy_helper  # pyright: ignore[reportMissingImports]
+        from onnx import numpy_helper
 
         name = f"constant{len(self._constants)}"
         self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
     def _node(self, kind: str, inputs: list[str], **attributes: Any) -> str:
-        from onnx import helper  # pyright: ignore[reportMissingImports]
+        from onnx import helper
 
         name = f"node{len(self._nodes)}"
         self._nodes.append(helper.make_node(kind, inputs, [name], **attributes))

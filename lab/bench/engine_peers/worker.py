@@ -57,7 +57,7 @@ class VllmDriver:
             HF_HUB_OFFLINE="1",
             OMP_NUM_THREADS=str(num_threads),
         )
-        import vllm  # pyright: ignore[reportMissingImports]
+        import vllm
 
         self.version = f"vllm {vllm.__version__}"
         self._vllm: Any = vllm
@@ -92,7 +92,7 @@ class LlamaCppDriver:
     """llama.cpp's server, through the wheel `xllamacpp`."""
 
     def __init__(self, model_path: str, num_threads: int, max_batch: int) -> None:
-        import xllamacpp  # pyright: ignore[reportMissingImports]
+        import xllamacpp
 
         params = xllamacpp.CommonParams()
         params.model.path = model_path

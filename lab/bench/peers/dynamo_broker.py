@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import zmq  # pyright: ignore[reportMissingImports]
+import zmq
 
 
 def main() -> None:

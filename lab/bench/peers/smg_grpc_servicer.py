@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from smg_grpc_proto import vllm_engine_pb2 as messages  # pyright: ignore[reportMissingImports]
-from smg_grpc_proto import vllm_engine_pb2_grpc as service  # pyright: ignore[reportMissingImports]
+from smg_grpc_proto import vllm_engine_pb2 as messages
+from smg_grpc_proto import vllm_engine_pb2_grpc as service
 
 
 class EngineSteps:

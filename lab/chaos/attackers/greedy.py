@@ -23,10 +23,10 @@ async def unread_streams(attack: Attack) -> None:
         for _ in range(NUM_UNREAD):
             try:
                 reader, writer = await stack.enter_async_context(connection(attack.targets.http_address))
-            except (OSError, TimeoutError) as error:
+            except OSError as error:
                 attack.note(type(error).__name__)
                 continue
-            writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            writer.transport.pause_reading()  # pyrefly: ignore[missing-attribute]
             writer.write(request)
             streams.append((reader, writer))
         attack.note("opened", len(streams))
@@ -52,7 +52,7 @@ async def _answers(attack: Attack, **fields: object) -> None:
                 writer.write(request)
                 attack.note(await status_of(reader))
                 await read_all(reader, _LONG_SECONDS)
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             attack.note(type(error).__name__)
 
     await asyncio.gather(*(one() for _ in range(_NUM_LONG)))

@@ -106,7 +106,7 @@ async def exchange(attack: Attack, raw: bytes) -> None:
             finally:
                 answer.cancel()
                 await asyncio.gather(answer, return_exceptions=True)
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         attack.note(type(error).__name__)
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Final
 
 from kvloom.backoff import Backoff
@@ -168,7 +169,7 @@ class Cluster:
 
     # --- faults
 
-    def signal(self, name: str, signum: signal.Signals) -> int | None:
+    def signal(self, name: str, signum: Signals) -> int | None:
         """Send a signal. Returns the pid, or None if the process is not ready and nothing was sent."""
         status = self.status(name)
         if status.pid is None or status.state != ProcessState.READY:

@@ -74,7 +74,7 @@ class FaultProxy:
                 up_reader, up_writer = await asyncio.open_connection(*target)
             connection.writers.append(up_writer)
             await self._pump_both(reader, writer, up_reader, up_writer)
-        except (OSError, TimeoutError):
+        except OSError:
             connection.reset()
         finally:
             connection.close()

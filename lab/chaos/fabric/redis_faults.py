@@ -133,7 +133,7 @@ async def _wait_until_answered(cluster: Cluster) -> None:
     async with _client(cluster) as client:
         for _ in range(_MAX_PINGS):
             with contextlib.suppress(redis.exceptions.RedisError, OSError):
-                await client.ping()  # pyright: ignore[reportGeneralTypeIssues]
+                await client.ping()
                 return
             await asyncio.sleep(_PING_SECONDS)
 
@@ -146,7 +146,7 @@ async def _fill_with_foreign_data(cluster: Cluster) -> None:
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             for name in cluster.names("shard"):
                 await client.set(f"{prefix}:{name}", foreign.sign(f"{prefix}:{name}", _old_record(cluster, name)))
-                await client.sadd(f"{prefix}_ids", name)  # pyright: ignore[reportGeneralTypeIssues]
+                await client.sadd(f"{prefix}_ids", name)
 
 
 def _foreign_sealer() -> Sealer:

@@ -133,6 +133,6 @@ class Trespasser:
         try:
             async with self._session.request(method, url, json=body, headers=headers) as response:
                 status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (aiohttp.ClientError, OSError):
             pass  # by a fault: nothing was served
         self.found.append(Trespass(kind, what, since, sent_at, status))

@@ -82,7 +82,7 @@ class EndsJustified(Checker):
             is_cause = _CAUSES.get(reason)
             if is_cause is None or not is_cause(node, choice):
                 self.fail(
-                    f"{choice.request.request.request_id} ended with {ErrorReason.Name(reason)}, without a "  # pyright: ignore[reportArgumentType]
+                    f"{choice.request.request.request_id} ended with {ErrorReason.Name(reason)}, without a "
                     f"visible cause"
                 )
 

@@ -145,4 +145,4 @@ class UnloadsHarmless(Checker):
         is_late = choice.request is node.witness.arriving or choice.request in self._late
         if node.is_harmless and not is_late and reason in _SHARD_AWAY:
             name, model = choice.request.request.request_id, choice.request.request.model
-            self.fail(f"{name} for {model} ended with {ErrorReason.Name(reason)}")  # pyright: ignore[reportArgumentType]
+            self.fail(f"{name} for {model} ended with {ErrorReason.Name(reason)}")

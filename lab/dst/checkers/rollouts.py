@@ -172,7 +172,7 @@ class RolloutsHarmless(Checker):
         if edge.is_harmless and told.name in self._names and not told.is_continued and error.reason in _SHARD_AWAY:
             self.fail(
                 f"{answer.request.request_id} for {told.name}, which was told {told.models[0]}, ended with "
-                f"{ErrorReason.Name(error.reason)}"  # pyright: ignore[reportArgumentType]
+                f"{ErrorReason.Name(error.reason)}"
             )
 
 

@@ -21,7 +21,7 @@ class RouterCounters:
         self.by_router: dict[str, Counter[Series]] = {}
 
     def count(self, router: str, ended: RequestEnded) -> None:
-        error_type = ErrorReason.Name(ended.error_reason) if ended.error_reason else ""  # pyright: ignore[reportArgumentType]
+        error_type = ErrorReason.Name(ended.error_reason) if ended.error_reason else ""
         labels = {
             "error_type": error_type.removeprefix("ERROR_REASON_").lower(),
             "model": ended.model,

@@ -91,7 +91,7 @@ class QueuedPlacements(dict[str, QueuedPlacement]):
         self._sums = None
         super().__setitem__(request_id, held)
 
-    def pop(self, request_id: str) -> QueuedPlacement:  # type: ignore[override]
+    def pop(self, request_id: str) -> QueuedPlacement:  # pyrefly: ignore[bad-override]
         self._sums = None
         return super().pop(request_id)
 

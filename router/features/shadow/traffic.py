@@ -110,11 +110,11 @@ class ShadowTraffic:
 
     def set_shadows(self, shadows: Sequence[ShadowConfig]) -> None:
         """Sample for these pairs from now on, and for no others. Raises ConfigError."""
-        shadows = [with_constants(shadow, ShadowSettings) for shadow in shadows]
-        check_shadows(shadows)
+        settings = [with_constants(shadow, ShadowSettings) for shadow in shadows]
+        check_shadows(settings)
         before = self._pairs
-        same = {(pair.config.model, pair.config.candidate): pair for pair in before if pair.config in shadows}
-        self._pairs = [same.get((shadow.model, shadow.candidate)) or Pair(shadow, self._metrics) for shadow in shadows]
+        same = {(pair.config.model, pair.config.candidate): pair for pair in before if pair.config in settings}
+        self._pairs = [same.get((shadow.model, shadow.candidate)) or Pair(shadow, self._metrics) for shadow in settings]
         self._by_model = {}
         for pair in self._pairs:
             self._by_model.setdefault(pair.config.model, []).append(pair)

@@ -8,7 +8,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
@@ -40,7 +40,7 @@ async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
+            future.set_result(result)  # pyrefly: ignore[bad-argument-type]
 
     def run() -> None:
         result, failure = None, None
@@ -55,7 +55,7 @@ async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
     return await future
 
 
-class DrainThread:
+class DrainThread(Generic[T]):
     """The only consumer of one of TensorRT-LLM's queues (a second one would receive part of the items).
 
     The thread repeatedly calls `fetch(timeout_seconds)` and passes the result to `digest`. `deliver` receives the

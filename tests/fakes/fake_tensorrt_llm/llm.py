@@ -270,7 +270,7 @@ class _WithCapacity(FakeLlm):
 class _WithoutPriority(FakeLlm):
     """Release 1.2.1."""
 
-    def generate_async(  # type: ignore[override]
+    def generate_async(
         self,
         inputs: Any,
         sampling_params: Any = None,
@@ -300,7 +300,7 @@ class _WithoutPriority(FakeLlm):
 
 
 class _WithoutSalt(FakeLlm):
-    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
+    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:
         return super().generate_async(inputs, sampling_params, streaming=streaming)
 
 

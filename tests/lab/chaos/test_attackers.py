@@ -94,7 +94,7 @@ def test_users_are_compared_before_during_and_after_an_attack() -> None:
     assert phases["during"]["rejections"] == 2
     assert found["ttft_p99_growth"] == pytest.approx(1.0)
     assert "beyond the goal" in str(found["verdict"])
-    (row,) = found["memory"]  # type: ignore[misc]
+    (row,) = found["memory"]
     assert (row["before_mb"], row["most_mb"], row["after_mb"], row["incarnations"]) == (100.0, 180.0, 110.0, 1)
 
 

@@ -54,7 +54,7 @@ class Log:
         assert limiter is None, "seeds with limits are not recorded"
         lines: list[bytes] = []
         self.of_routers.append(lines)
-        return RecordedCore(config, seed, Recorder(_Lines(lines), {"policy": config.policy}))  # pyright: ignore[reportArgumentType]
+        return RecordedCore(config, seed, Recorder(_Lines(lines), {"policy": config.policy}))
 
 
 class _Lines:

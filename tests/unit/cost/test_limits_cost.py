@@ -82,7 +82,7 @@ def core_with(limits: Limits) -> Callable[[], None]:
         )
         if len(slots) > NUM_LIVE:
             slot = slots.pop(0)
-            step = Step([slot], [], [7], ["a"], starts=[Start(slot, 0, 0.0)], finishes=[Finish(slot, 2)])  # pyright: ignore[reportArgumentType]
+            step = Step([slot], [], [7], ["a"], starts=[Start(slot, 0, 0.0)], finishes=[Finish(slot, 2)])
             handle(StepArrived("s0", step))
 
     handle(SafetyUp(False, False))

@@ -227,7 +227,7 @@ def edge_half() -> Callable[[], None]:
     )
     members = group._members
     members._new_link = lambda *_args: link
-    link.start = _start  # pyright: ignore[reportAttributeAccessIssue]
+    link.start = _start
     _finish_now(members.follow_wanted())
     members._refresh()
     edge = Edge(KvloomConfig(), group, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})

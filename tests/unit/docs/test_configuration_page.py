@@ -28,7 +28,7 @@ def test_the_page_derives_from_the_definition_of_the_keys() -> None:
 
 def _keys(section: object) -> set[str]:
     keys: set[str] = set()
-    for name in section.__struct_fields__:  # type: ignore[attr-defined]
+    for name in section.__struct_fields__:
         value = getattr(section, name)
         keys |= _keys(value) if hasattr(value, "__struct_fields__") else {name}
     return keys

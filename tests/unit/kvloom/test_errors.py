@@ -23,7 +23,7 @@ def test_every_reason_has_a_kind(reason: int) -> None:
 
 def test_an_unknown_reason_is_an_internal_error() -> None:
     """A newer peer may send a reason that this process does not know."""
-    assert KvloomError(9999, "?").kind.http_status == 500  # pyright: ignore[reportArgumentType]
+    assert KvloomError(9999, "?").kind.http_status == 500
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=ErrorReason.Name)

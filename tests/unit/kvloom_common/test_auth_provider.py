@@ -40,7 +40,7 @@ class ScriptedProvider:
         self.may_answer.wait()
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer  # type: ignore[return-value]
+        return self.answer
 
 
 class World:

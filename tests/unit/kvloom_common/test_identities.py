@@ -206,7 +206,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         Identities(config, "edge-0", NO_SECRET)
     for wrong in ({"common_name": "a", "uri": "b"}, {}, {"uri": "*"}):
         with pytest.raises(ValueError, match="uri"):
-            CertificateConfig(tenant="a/b", **wrong)  # type: ignore[arg-type]
+            CertificateConfig(tenant="a/b", **wrong)
 
 
 # -- cache salts ------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_no_prompt_and_no_name_gets_into_the_file() -> None:
     first, second = (line for line in worlds[0].lines if isinstance(line, RequestLine))
     assert first.session == second.session, "requests of one session can still be joined"
     assert len({first.tenant, second.tenant, first.session}) == 3
-    assert first.session != worlds[1].lines[1].session, "names cannot be guessed: each process has its salt"  # type: ignore[union-attr]
+    assert first.session != worlds[1].lines[1].session, "names cannot be guessed: each process has its salt"
 
 
 def test_only_the_latest_are_remembered() -> None:
@@ -397,7 +397,7 @@ def test_a_refused_request_is_remembered_within_a_bound() -> None:
     assert explanation.outcome.objectives.wanted.ttft_ms == 250
     assert (explanation.outcome.objectives.refused, explanation.outcome.end) == ("load", "rejected")
     log.placement_decided(decided("refused19"))
-    assert log.find("refused19").attempts  # pyright: ignore[reportOptionalMemberAccess]
+    assert log.find("refused19").attempts
 
 
 def test_refused_requests_are_in_the_file() -> None:

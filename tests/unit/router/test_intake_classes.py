@@ -21,7 +21,7 @@ GOLD = PriorityClassConfig(name="gold", rank=0, weight=2.0)
 def request_of(*configs: PriorityClassConfig, **fields: object) -> Request:
     intake = RequestValidator(tiny_models(), 50, lambda: False, classes=declared_classes(configs))
     fields = {"choices": [Choice(slot=1)], **fields}
-    submit = make_submit(model="tiny", prompt_token_ids=[1], **fields)  # pyright: ignore[reportArgumentType]
+    submit = make_submit(model="tiny", prompt_token_ids=[1], **fields)
     return intake.request_from_submit(submit, "c")
 
 

@@ -37,10 +37,10 @@ def test_objectives_are_in_seconds_in_the_core() -> None:
 def test_every_other_value_is_an_error_that_names_the_field(name: str, value: float) -> None:
     """The router and the SDK refuse the same values, each by the name that its caller knows."""
     with pytest.raises(KvloomError) as caught:
-        request_of(Objectives(**{name: value}))  # pyright: ignore[reportArgumentType]
+        request_of(Objectives(**{name: value}))
     assert caught.value.field == f"objectives.{name}"
     with pytest.raises(KvloomError) as caught:
-        build_request({"model": "tiny", "text": "a", name: value})  # pyright: ignore[reportArgumentType]
+        build_request({"model": "tiny", "text": "a", name: value})
     assert caught.value.field == name
 
 

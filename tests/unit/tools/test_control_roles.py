@@ -18,7 +18,7 @@ from tools.supervisor.supervised_process import ProcessStatus
 
 def config(*roles: str, enabled: bool = True, redis: str = "", database_url: str = "") -> KvloomConfig:
     made = KvloomConfig(data_dir="/here", control=ControlConfig(enabled=enabled, database_url=database_url))
-    made.fabric.roles = list(roles)  # pyright: ignore[reportAttributeAccessIssue]
+    made.fabric.roles = list(roles)
     made.redis.url = redis
     return made
 

@@ -17,7 +17,7 @@ from tools.supervisor.supervised_process import ProcessStatus
 def state(**changes: float) -> FabricState:
     fields = {"supervisor_pid": os.getpid(), "supervisor_started": own_start_time()} | changes
     return FabricState(
-        **fields,  # pyright: ignore[reportArgumentType]
+        **fields,
         http_url="http://127.0.0.1:1",
         router_address="127.0.0.1:2",
         model="m",

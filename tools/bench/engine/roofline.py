@@ -57,7 +57,7 @@ def measure_limits(num_threads: int) -> MachineLimits:
     torch.set_num_threads(num_threads)
     gb_per_second = _torch_bandwidth()
     try:
-        from tools.bench.engine.roofline import OPERATIONS_PER_ITERATION, multiply_add, sum_words
+        from tools.bench.engine.roofline import OPERATIONS_PER_ITERATION, multiply_add, sum_words  # pyrefly: ignore[missing-module-attribute]
     except ImportError:
         return MachineLimits(num_threads, gb_per_second, _matmul_rate(), "matmul")
     with ThreadPoolExecutor(num_threads) as pool:

@@ -90,7 +90,7 @@ def directory_options(function: F) -> F:
 
     wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
     wrapped.__dict__.update(function.__dict__)  # click's parameters
-    return data_dir_option(config_option(wrapped))  # pyright: ignore[reportReturnType]
+    return data_dir_option(config_option(wrapped))  # pyrefly: ignore[bad-return]
 
 
 def json_option(scope: str) -> Any:

@@ -77,17 +77,17 @@ _POLL_SECONDS: Final = 0.2
 _STOP_GRACE_SECONDS: Final = 0.5
 
 OnStep = Callable[[str], None]
-Restart = Callable[[Sequence[str], OnStep], Awaitable[None]]
+RestartCommand = Callable[[Sequence[str], OnStep], Awaitable[None]]
 """Called with names and a callback for each step. Raises CommandError."""
-Reload = Callable[[Path | None, bool, OnStep], Awaitable[None]]
-PreviewReload = Callable[[Path | None, OnStep], Awaitable[None]]
+ReloadCommand = Callable[[Path | None, bool, OnStep], Awaitable[None]]
+PreviewReloadCommand = Callable[[Path | None, OnStep], Awaitable[None]]
 """Called with the file, if it is another one, and whether to restart processes."""
-LoadModel = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
-UnloadModel = Callable[[str, float, OnStep], Awaitable[None]]
-SleepModel = Callable[[str, float, OnStep], Awaitable[None]]
-DrainShard = Callable[[str, bool, float | None], Awaitable[tuple[int, int]]]
+LoadModelCommand = Callable[[ModelConfig, int | None, OnStep], Awaitable[None]]
+UnloadModelCommand = Callable[[str, float, OnStep], Awaitable[None]]
+SleepModelCommand = Callable[[str, float, OnStep], Awaitable[None]]
+DrainShardCommand = Callable[[str, bool, float | None], Awaitable[tuple[int, int]]]
 """Called with a shard, whether it drains, and the deadline. Returns (running, waiting). Raises CommandError."""
-WakeModel = Callable[[str, OnStep], Awaitable[None]]
+WakeModelCommand = Callable[[str, OnStep], Awaitable[None]]
 
 
 class RolloutCommands(Protocol):
@@ -120,18 +120,18 @@ class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
     def __init__(
         self,
         current_state: Callable[[], Awaitable[FabricState]],
-        restart: Restart,
-        load_model: LoadModel,
-        unload_model: UnloadModel,
+        restart: RestartCommand,
+        load_model: LoadModelCommand,
+        unload_model: UnloadModelCommand,
         log_paths: Callable[[], dict[str, Path]],
         *,
-        reload: Reload,
-        preview_reload: PreviewReload,
-        sleep_model: SleepModel,
-        wake_model: WakeModel,
+        reload: ReloadCommand,
+        preview_reload: PreviewReloadCommand,
+        sleep_model: SleepModelCommand,
+        wake_model: WakeModelCommand,
         rollouts: RolloutCommands,
         adapters: AdapterCommands,
-        drain_shard: DrainShard,
+        drain_shard: DrainShardCommand,
     ) -> None:
         self._drain_shard = drain_shard
         self._rollouts = rollouts

@@ -94,7 +94,7 @@ class PackedLinears:
 
     def _packed(self, weight: AnyWeight, bias: torch.Tensor | None) -> PackedWeights:
         pack = PackedGroups if isinstance(weight, GroupedWeight) else self._pack
-        return pack(weight, bias, self._threads, self._kept)  # type: ignore[arg-type]
+        return pack(weight, bias, self._threads, self._kept)  # pyrefly: ignore[bad-argument-type]
 
 
 def multiply(

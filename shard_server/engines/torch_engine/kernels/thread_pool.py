@@ -66,7 +66,7 @@ class ThreadPool:
         if self.num_threads == 1:  # not of several: OpenMP numbers the others
             self._alone(self._call_address)
         else:
-            self._parallel(  # pyright: ignore[reportOptionalCall]
+            self._parallel(  # pyrefly: ignore[not-callable]
                 ctypes.c_void_p(self._entry_point), ctypes.c_void_p(self._call_address), num_threads, 0
             )
 

@@ -107,13 +107,13 @@ def forgets_models_with_their_first_withdrawn_shard(patch: Patch) -> None:
     def remove(self: Fleet, shard_id: str) -> Shard:
         shard = original(self, shard_id)
         if shard.is_withdrawn:
-            self.forgotten = {*self.forgotten, shard.description.model}  # pyright: ignore[reportAttributeAccessIssue]
+            self.forgotten = {*self.forgotten, shard.description.model}
         return shard
 
     original_add = Fleet.add
 
     def add(self: Fleet, description: Any) -> Shard:
-        self.forgotten = self.forgotten - {description.model}  # pyright: ignore[reportAttributeAccessIssue]
+        self.forgotten = self.forgotten - {description.model}
         return original_add(self, description)
 
     original_knows = Fleet.knows
@@ -143,7 +143,7 @@ def ends_what_runs_on_withdrawn_shards(patch: Patch) -> None:
 
     def init(self: RouterCore, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
-        self._fleet.lifecycle = self._lifecycle  # pyright: ignore[reportAttributeAccessIssue]
+        self._fleet.lifecycle = self._lifecycle
 
     def on_load(self: ShardEventHandler, event: Any, now: float) -> None:
         original(self, event, now)
@@ -151,7 +151,7 @@ def ends_what_runs_on_withdrawn_shards(patch: Patch) -> None:
         if shard is not None and shard.is_withdrawn:
             error = refusals._model_not_found("The model is being withdrawn.")
             for choice in list(shard.choices.values()):
-                self._fleet.lifecycle.end(choice, FINISH_REASON_ERROR, error, now)  # pyright: ignore[reportAttributeAccessIssue]
+                self._fleet.lifecycle.end(choice, FINISH_REASON_ERROR, error, now)
 
     patch.setattr(Fleet, "lifecycle", None, raising=False)
     patch.setattr(RouterCore, "__init__", init)

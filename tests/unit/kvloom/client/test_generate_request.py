@@ -52,14 +52,14 @@ from kvloom.v1.generation_pb2 import Choices, Guide
 def test_a_bad_option_is_named(options: dict[str, Any], field: str) -> None:
     """The error names the option at fault as the SDK calls it."""
     with pytest.raises(KvloomError) as caught:
-        build_request({"model": "m", **options})  # pyright: ignore[reportArgumentType]
+        build_request({"model": "m", **options})
     assert caught.value.field == field
 
 
 def test_an_unknown_option_is_a_type_error() -> None:
     """Like any Python function. To ignore a misspelt option silently would be worse."""
     with pytest.raises(TypeError, match=r"max_token\. Did you mean max_tokens\?"):
-        build_request({"model": "m", "text": "a", "max_token": 3})  # pyright: ignore[reportArgumentType]
+        build_request({"model": "m", "text": "a", "max_token": 3})
 
 
 def test_a_tier_is_sent_along() -> None:
@@ -77,7 +77,7 @@ def test_a_prompts_log_probabilities_are_asked_for_from_a_start_on() -> None:
 
 def test_options_that_are_none_count_as_not_given() -> None:
     """Callers pass on their own optional parameters, which may be None."""
-    request = build_request({"model": "m", "text": "a", "seed": None, "stop": None})  # pyright: ignore[reportArgumentType]
+    request = build_request({"model": "m", "text": "a", "seed": None, "stop": None})
     assert not request.sampling.HasField("seed")
 
 
@@ -91,7 +91,7 @@ def test_the_package_names_its_public_things_and_no_others() -> None:
     assert kvloom.Client.__name__ == "Client"
     assert kvloom.Delta(0).text == ""
     with pytest.raises(AttributeError):
-        _ = kvloom.Clinet  # pyright: ignore[reportAttributeAccessIssue]
+        _ = kvloom.Clinet
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_the_librarys_own_cache_is_off() -> None:
     """The library would keep the first 10,000 words that a process sees, whoever sends them. There is no way to look
     into that cache, so this test only says that the library can still be told to keep none."""
     model = without_own_cache(byte_level_tokenizer()).model
-    assert callable(model._resize_cache)  # pyright: ignore[reportAttributeAccessIssue]
-    assert callable(model._clear_cache)  # pyright: ignore[reportAttributeAccessIssue]
+    assert callable(model._resize_cache)
+    assert callable(model._clear_cache)
 
 
 async def test_a_tokenizer_gives_the_same_ids_to_all_scopes() -> None:

@@ -63,7 +63,7 @@ def test_a_larger_share_draws_what_a_smaller_one_draws(trace_id: int, share: flo
 
 
 def span(*, is_sampled: bool = False, seconds: float = 1.0, **fields: object) -> Span:
-    return Span("s", TraceContext(1, 2, is_sampled), 0, 100.0, 100.0 + seconds, **fields)  # type: ignore[arg-type]
+    return Span("s", TraceContext(1, 2, is_sampled), 0, 100.0, 100.0 + seconds, **fields)
 
 
 @pytest.mark.parametrize(

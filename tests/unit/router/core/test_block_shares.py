@@ -51,7 +51,7 @@ class BlockRig(CoreRig):
 
     def end_slots(self, slots: Sequence[int]) -> list[Action]:
         """The shard confirms that it has stopped these sequences."""
-        return self.step("s0", finishes=[Finish(slot, 3) for slot in slots])  # pyright: ignore[reportArgumentType]
+        return self.step("s0", finishes=[Finish(slot, 3) for slot in slots])
 
 
 def sent_slots(actions: Sequence[Action]) -> list[int]:

@@ -49,7 +49,7 @@ class FairRig(CoreRig):
 
     def end_slots(self, slots: Sequence[int]) -> list[Action]:
         """The shard confirms that it has stopped these sequences."""
-        return self.step("s0", finishes=[Finish(slot, 3) for slot in slots])  # pyright: ignore[reportArgumentType]
+        return self.step("s0", finishes=[Finish(slot, 3) for slot in slots])
 
 
 def dispatched(actions: Sequence[Action]) -> list[str]:

@@ -31,7 +31,7 @@ def request(**changes: object) -> Request:
         "choices": [ChoiceSpec(1, 0)],
         "max_tokens": 10,
     }
-    return Request(**(fields | changes))  # pyright: ignore[reportArgumentType]
+    return Request(**(fields | changes))
 
 
 def hashes(tokens: list[int], salt: str = "") -> list[int]:

@@ -67,7 +67,7 @@ def run(
         decision_sample_share=sample_share,
     )
     options = FleetOptions(profile=PROFILES["8b"], num_shards=num_shards, core_config=config, on_action=note)
-    return simulate(workload, options), sent  # type: ignore[arg-type]
+    return simulate(workload, options), sent
 
 
 @pytest.mark.parametrize(("num_shards", "seed"), [(12, 0), (12, 1), (24, 2)])
@@ -104,7 +104,7 @@ def test_few_shards_of_a_large_fleet_are_scored(monkeypatch: pytest.MonkeyPatch)
     def count(self: CandidateBuilder, *args: object) -> object:
         nonlocal num_scored
         num_scored += 1
-        return original(self, *args)  # type: ignore[arg-type]
+        return original(self, *args)
 
     monkeypatch.setattr(CandidateBuilder, "one", count)
     num_calls, num_shards = 120, 128

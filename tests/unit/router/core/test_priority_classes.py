@@ -51,7 +51,7 @@ class ClassRig(CoreRig):
         return self._note(self.handle(Tick()))
 
     def end_preempted(self, preempted: SequencesPreempted) -> list[Action]:
-        ended = [Finish(slot, 3) for slot in preempted.slots]  # pyright: ignore[reportArgumentType]
+        ended = [Finish(slot, 3) for slot in preempted.slots]
         return self._note(self.step("s0", finishes=ended))
 
     def _note(self, actions: list[Action]) -> list[Action]:

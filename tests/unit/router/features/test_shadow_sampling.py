@@ -24,7 +24,7 @@ def shadow(share: float, candidate: str = "b") -> ShadowConfig:
 
 
 def sample(**fields: object) -> Sample:
-    request = Request("r", "c", "a", [1, 2], "text", (ChoiceSpec(7, 0),), tenant="t", traceparent="trace", **fields)  # type: ignore[arg-type]
+    request = Request("r", "c", "a", [1, 2], "text", (ChoiceSpec(7, 0),), tenant="t", traceparent="trace", **fields)
     return Sample(request, [3, 4], 1.5, 0.0)
 
 

@@ -19,7 +19,7 @@ from tests.unit.shard_server.torch_engine.test_speculation import Bench
 PREDICTIONS = SpeculationConfig()
 
 
-def predicting(count: int = 6, wrong_every: int = 9) -> tuple[list, list]:  # pyright: ignore
+def predicting(count: int = 6, wrong_every: int = 9) -> tuple[list, list]:
     """(requests, the same with predictions that are their answers, except for some tokens that were replaced, left out
     or put in)"""
     rng = random.Random(5)

@@ -68,7 +68,7 @@ def test_they_are_those_of_the_model(num_blocks: int, budget: int, max_batch: in
         name = request.request_id
         if request.sampling.num_prompt_logprobs is None:
             assert same(answers[name], plain[name])
-            assert answers[name].start.prompt_logprobs == ()  # pyright: ignore[reportOptionalMemberAccess]
+            assert answers[name].start.prompt_logprobs == ()
         else:
             check(answers[name], plain[name], request)
     assert num_blocks > 22 or bench.scheduler.num_preemptions

@@ -27,7 +27,7 @@ class Bench(StepBench):
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 12, **changes: object) -> EngineRequest:
     request = EngineRequest(name, prompt, Sampling(temperature=0.0), max_tokens, root_hash=root_hash("m"))
-    return dataclasses.replace(request, **changes)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(request, **changes)
 
 
 def various_requests(count: int, seed: int = 1) -> list[EngineRequest]:
@@ -259,7 +259,7 @@ def test_choices_of_one_prompt_compute_it_once(budget: int) -> None:
         steps_to_first += 1
     assert bench.runner.num_tokens_computed <= 33 + 3 * 1 + 5 + 3 * (3 + 1 + 1)  # decode tokens included
     assert steps_to_first <= -(-33 // budget) + 1
-    assert [bench.answers[f"c{i}"].start.num_cached_tokens for i in range(4)] == [0, 32, 32, 32]  # pyright: ignore
+    assert [bench.answers[f"c{i}"].start.num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
     answers = bench.run()
     for request in (*choices, other):
         assert same(answers[request.request_id], alone(request))
@@ -386,7 +386,7 @@ def test_logits_that_are_not_finite_end_their_sequence() -> None:
                 logits[row] = torch.nan
         return logits
 
-    bench.runner.run = poisoned  # pyright: ignore[reportAttributeAccessIssue]
+    bench.runner.run = poisoned
     answers = bench.run(make_request("bad", [9, 9]), make_request("good", [1, 2]))
     assert answers["bad"].reason is SequenceFinishReason.ERROR
     assert answers["bad"].token_ids == []

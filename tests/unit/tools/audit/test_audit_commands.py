@@ -23,7 +23,7 @@ TEXT = "the launch code of eve"
 
 def judge(servicer: SafetyServicer, text: str, tenant: str) -> Classification:
     wanted = ClassifyRequest(texts=[text], check=CheckWish(tenant=tenant))
-    return asyncio.run(servicer.Classify(wanted, None)).results[0]  # pyright: ignore[reportArgumentType]
+    return asyncio.run(servicer.Classify(wanted, None)).results[0]
 
 
 @pytest.fixture

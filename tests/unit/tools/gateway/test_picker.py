@@ -27,7 +27,7 @@ class Picked:
     def __init__(self, *, has_kv_events: bool = False, **settings: object) -> None:
         addresses = (A, B, C)
         self.now = 100.0
-        self.picker = Picker(Pool(endpoints=[PoolEndpoint(address=one) for one in addresses], **settings))  # type: ignore[arg-type]
+        self.picker = Picker(Pool(endpoints=[PoolEndpoint(address=one) for one in addresses], **settings))
         self._number = 0
         for address in addresses:
             assert self.picker.describe(address, IDLE, self.now, has_kv_events=has_kv_events)
@@ -38,7 +38,7 @@ class Picked:
         self._number += 1
         prompt = GatewayPrompt(token_ids, SALT, 100, True)
         name = f"request-{self._number}"
-        return self.picker.pick(Wish(request_id=name, prompt=prompt, subset=subset, **wish), self.now)  # type: ignore[arg-type]
+        return self.picker.pick(Wish(request_id=name, prompt=prompt, subset=subset, **wish), self.now)
 
     def pick(self, token_ids: Sequence[int], subset: Collection[str] | None = None) -> Placement:
         found = self.try_pick(token_ids, subset)

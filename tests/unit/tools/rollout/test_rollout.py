@@ -229,7 +229,7 @@ def test_a_plan_that_makes_no_sense_is_refused_by_the_name_of_its_field(
 ) -> None:
     """Nothing may be loaded for a typing mistake."""
     with pytest.raises(CommandError, match=message):
-        dataclasses.replace(PLAN, **changes).checked()  # pyright: ignore[reportArgumentType]
+        dataclasses.replace(PLAN, **changes).checked()
 
 
 def test_settings_are_nested_and_typed() -> None:

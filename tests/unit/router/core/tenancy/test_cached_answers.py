@@ -26,7 +26,7 @@ def _hit(world: LimitedRig, request_id: str = "hit", **changes: Any) -> list[Act
         assert isinstance(event.request, Request)
         return handle(RequestArrived(event.request, "ticket", RESULT_CACHE_USE_HIT, cached))
 
-    world.rig.handle = with_answer  # pyright: ignore[reportAttributeAccessIssue]
+    world.rig.handle = with_answer
     try:
         actions = world.submit(request_id, grants=False, **changes)
     finally:
