@@ -101,7 +101,10 @@ UNSHOWN_ROUTES: Final[Mapping[str, str]] = {
     "/detokenize": "turns tokens into text",
     "/v1/moderations": "classifies, and blocks nothing",
     "/beta/litellm_basic_guardrail_api": "classifies, and blocks nothing",
-    **dict.fromkeys((route.path for route in STATE_ROUTES), "stores what is screened in the prompts that have it"),
+    **dict.fromkeys(
+        (route.path for route in STATE_ROUTES if route.method == "POST"),
+        "stores what is screened in the prompts that have it",
+    ),
 }
 """Routes whose texts no model reads."""
 
@@ -127,6 +130,9 @@ UNSHOWN: Final[Mapping[str, str]] = {
     r"stop\.reasoning\..*": "tells reasoning and text of the answer apart",
     r"reasoning\.\w+|thinking\.type": "options of which models are told by their templates' own words",
     r"messages\[\]\.reasoning(\[\]|\.KEY|\.\*)": "only reasoning that is text is used",
+    r"messages\[\]\.content\[\](\.content\[\])?\.(source\.(media_type|file_id|url)|file\..*)": (
+        "names a file, whose text is screened in the prompt"
+    ),
     r"tools\[\]\.FileSearchTool\..*": "says what is searched; what is found is screened in the prompt",
     r"(.*\.)?(type|role)": _KIND,
     r"include\[\]|context_management\..*": "says what is answered",

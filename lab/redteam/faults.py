@@ -12,6 +12,7 @@ from typing import Any, Final
 import grpc
 
 from kvloom.v1.safety_service_pb2 import DECISION_ALLOW, DESCRIPTOR, ScreenRequest, ScreenResponse
+from kvloom_common.process.service import SERVER_OPTIONS
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
 
@@ -91,7 +92,8 @@ class UnreliableSafety:
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
-        self._server, self._servicer = grpc.aio.server(), SafetyServicer(PolicyFile(str(self._policy)))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._servicer = SafetyServicer(PolicyFile(str(self._policy)))
         handler = grpc.stream_stream_rpc_method_handler(self._screen, ScreenRequest.FromString, _as_bytes)
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, {"Screen": handler})])
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")

@@ -33,8 +33,8 @@ from lab.redteam.rules import policy_text
 _STEP_SECONDS: Final = 0.02
 _STEP_SECONDS_PER_STREAM: Final = 0.00025
 """More than it takes to compute: all parts of the fabric and its clients share one event loop."""
-_MAX_SECONDS: Final = 900.0
-_MAX_PART_CHARS: Final = 4
+_MAX_SECONDS: Final = 1800.0
+_MAX_PART_CHARS: Final = 9
 _SUBMITS_AT_ONCE: Final = 256
 _POLL_SECONDS: Final = 0.005
 _EVERYTHING: Final = """

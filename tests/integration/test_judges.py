@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from tests.waiting import eventually
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 POLICY = "JUDGE BY THIS POLICY"
+NUM_TURNS = 6
+BLOCK = 16
+"""Tokens in a block of the cache."""
 
 
 class JudgingEngine(WritingEngine):
@@ -30,6 +34,7 @@ class JudgingEngine(WritingEngine):
         self.fault = ""
         self.reply = "fine"
         self.judged: list[str] = []
+        self.requests: list[EngineRequest] = []
         self.answered: list[str] = []
 
     def submit(self, request: EngineRequest) -> None:
@@ -40,6 +45,7 @@ class JudgingEngine(WritingEngine):
             super().submit(request)
             return
         self.judged.append(prompt)
+        self.requests.append(request)
         text = '{"violation": 1}' if "bad" in prompt else '{"violation": 0}'
         match self.fault:
             case "hang":
@@ -96,6 +102,28 @@ async def test_a_model_judges_prompts(router_redis_url: str, tmp_path: Path) -> 
         counted = [sample for family in world.router.metrics.collect() for sample in family.samples]
         ended = sum(one.value for one in counted if one.name == "kvloom_router_requests_total")
         assert ended == 3 + 16
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens the beginnings have in common."""
+    return next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+
+
+async def test_a_verdict_computes_what_is_new_in_the_conversation(router_redis_url: str, tmp_path: Path) -> None:
+    """The judge reads each turn behind the same words as the last one, and in one cache, so that only what is new, the
+    end of its template and a part of a block are computed."""
+    messages: list[dict[str, str]] = []
+    async with fabric(router_redis_url, tmp_path) as (world, engine):
+        for turn in range(NUM_TURNS):
+            messages += [{"role": role, "content": f"{role} {turn} " * 15} for role in ("assistant", "user")]
+            status, answer = await world.post("/v1/chat/completions", {"model": "tiny", "messages": messages})
+            assert status == 200, answer
+    assert len({request.root_hash for request in engine.requests}) == 1
+    read = [list(request.prompt_token_ids) for request in engine.requests]
+    computed = [len(now) - num_common(before, now) // BLOCK * BLOCK for before, now in pairwise(read)]
+    new = [len(now) - len(before) for before, now in pairwise(read)]
+    end = len(world.tokenizer.encode_now("<|im_end|>\n<|im_start|>assistant\n"))
+    assert all(own <= more + 2 * end + BLOCK for own, more in zip(computed, new, strict=True))
 
 
 @pytest.mark.parametrize(("on_failure", "outcome"), [("refuse", (503, "safety_unavailable")), ("allow", (200, ""))])
