@@ -27,7 +27,7 @@ from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.pooling import PooledPrompt
 from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
-from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
+from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow, draw_in_all_ways
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP, Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed
@@ -87,7 +87,7 @@ class StepLoop:
         self._speed = StepSpeed()
 
     def warm_up(self, num_max_tokens: int) -> StepSpeed:
-        """Prefill tokens as a step will, at most `num_max_tokens`, decode one, and prefill behind a cached prefix.
+        """Prefill tokens as a step will, at most `num_max_tokens`, decode one, and draw behind a cached prefix.
 
         Otherwise the first request would pay for first touches of memory. Routers also need speeds to plan with.
         """
@@ -101,10 +101,12 @@ class StepLoop:
             tokens_per_second = self._speed.prefill_tokens_per_second
             budget = min(self.scheduler.prefill_budget(tokens_per_second), int(tokens_per_second * _WARM_UP_SECONDS))
             num_tokens = min(max(num_tokens, budget), num_max_tokens)
-        # Prompts with a cached prefix take other kernels on a GPU, whose first use takes seconds.
+        # What a device loads at the first use of an operation, no request shall wait for: behind a cached prefix, too.
         num_cached = self.scheduler.pool.block_size
-        if num_cached < num_max_tokens:
-            self._measure_step(num_cached, min(num_cached, num_max_tokens - num_cached))
+        num_new = min(num_cached, num_max_tokens - num_cached)
+        if num_new > 0:
+            cached = ScheduledSequence([0] * num_new, num_cached, range(2), wants_logits=True)
+            draw_in_all_ways(self._runner.run([cached]))
         return self._speed
 
     def add(

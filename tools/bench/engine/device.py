@@ -13,11 +13,15 @@ from typing import Any, Final
 
 import torch
 
+from shard_server.engines.base import EngineRequest, Sampling
+from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampling.sampler import Draws
+from shard_server.engines.torch_engine.scheduler import Scheduler
+from shard_server.engines.torch_engine.step_loop import StepLoop
 from tools.bench.engine.model_costs import decode_step_bytes, prefill_operations
 
 _BLOCK_SIZE: Final = 16
@@ -45,6 +49,10 @@ class Shape:
     config: LlamaConfig
     batches: tuple[int, ...]
     prefill_tokens: int
+    prompts: tuple[int, ...]
+    """The numbers of prompts in which they are prefilled in one step."""
+    answer_tokens: int
+    """Streams through the engine's loop have so many, behind prompts of a fifth of `prefill_tokens`."""
     probe_size: int
     """Side of the square matrices whose product measures the matrix rate."""
 
@@ -74,8 +82,8 @@ def _llama(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers
 
 
 SHAPES: Final = {
-    "llama-3-8b": Shape(_llama(128_256, 4096, 14_336, 32, 32), (1, 32, 256), 2048, 8192),
-    "tiny": Shape(_llama(512, 64, 160, 2, 4), (1, 3), 64, 128),
+    "llama-3-8b": Shape(_llama(128_256, 4096, 14_336, 32, 32), (1, 32, 256), 2048, (1, 5, 32, 200), 160, 8192),
+    "tiny": Shape(_llama(512, 64, 160, 2, 4), (1, 3), 64, (1, 5), 12, 128),
 }
 """tiny: for trying whether the command works."""
 
@@ -124,7 +132,12 @@ class _DeviceBench:
             if row is not None:
                 decode.append(row)
         on_progress(f"prefill, {self._shape.prefill_tokens} tokens")
-        return {"decode": decode, "prefill": self._prefill()}
+        prefill = [self._prefill(number) for number in self._shape.prompts]
+        served: list[dict[str, Any]] = []
+        for row in decode:
+            on_progress(f"the engine's loop, {row['batch']} streams")
+            served.append(self._serve(row["batch"]))
+        return {"decode": decode, "prefill": prefill, "served": served}
 
     def _decode(self, batch: int) -> dict[str, Any] | None:
         """Return None where the KV of the batch does not fit."""
@@ -149,20 +162,53 @@ class _DeviceBench:
             **self._shares("bandwidth", num_bytes / seconds),
         }
 
-    def _prefill(self) -> dict[str, Any]:
-        num_tokens, config = self._shape.prefill_tokens, self._shape.config
-        table = range(-(-num_tokens // _BLOCK_SIZE))
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).tolist()
-        seconds = _median_seconds(
-            lambda _: self._runner.run([ScheduledSequence(ids, 0, table, True)]), _PREFILL_RUNS, self._device
-        )
-        operations = prefill_operations(config, num_tokens)
+    def _prefill(self, num_prompts: int) -> dict[str, Any]:
+        """Measure a step that computes `prefill_tokens` in any number of prompts."""
+        length = self._shape.prefill_tokens // num_prompts
+        width = -(-length // _BLOCK_SIZE)
+        batch = [
+            ScheduledSequence(self._random_ids(length, number), 0, range(number * width, (number + 1) * width), True)
+            for number in range(num_prompts)
+        ]
+        seconds = _median_seconds(lambda _: self._runner.run(batch), _PREFILL_RUNS, self._device)
+        operations = num_prompts * prefill_operations(self._shape.config, length)
         return {
-            "tokens": num_tokens,
-            "tokens_per_second": round(num_tokens / seconds, 1),
+            "prompts": num_prompts,
+            "tokens_per_second": round(num_prompts * length / seconds, 1),
             **self._shares("matrix_rate", operations / seconds),
         }
+
+    def _serve(self, num_streams: int) -> dict[str, Any]:
+        """The engine's loop, without HTTP: streams that begin at once, whose prompts have the first block in common."""
+        shape, budget = self._shape, self._shape.prefill_tokens
+        pool = BlockPool(self._runner.num_blocks, _BLOCK_SIZE)
+        loop = StepLoop(self._runner, Scheduler(pool, max_batch=num_streams, max_prefill_tokens_per_step=budget))
+        loop.warm_up(budget)
+        begin = time.perf_counter()
+        for number in range(num_streams):
+            ids = [0] * _BLOCK_SIZE + self._random_ids(budget // 5, number)
+            loop.add(EngineRequest(str(number), ids, Sampling(temperature=0), shape.answer_tokens), begin)
+        firsts: list[float] = []
+        gaps: list[float] = []
+        last = begin
+        while loop.has_work:
+            output, now = loop.step(), time.perf_counter()
+            if output is not None and output.starts:
+                firsts += [now - begin] * len(output.starts)
+            elif len(firsts) == num_streams and output is not None and not output.ends:
+                gaps.append(now - last)
+            last = now
+        return {
+            "streams": num_streams,
+            "step_ms": round(statistics.median(gaps) * 1e3, 3),
+            "tokens_per_second": round(num_streams * shape.answer_tokens / (last - begin), 1),
+            "ttft_p50": round(statistics.median(firsts), 3),
+            "ttft_p99": round(firsts[-1 - len(firsts) // 100], 3),
+        }
+
+    def _random_ids(self, number: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self._shape.config.vocab_size, (number,), generator=generator).tolist()
 
     def _shares(self, what: str, rate: float) -> dict[str, float]:
         return {
@@ -298,8 +344,12 @@ def device_table(report: dict[str, Any]) -> str:
     for index, row in enumerate(modes[0]["decode"]):
         cells = [_cell(mode["decode"][index], "bandwidth") for mode in modes]
         lines.append(f"| decode, batch {row['batch']} | {' | '.join(cells)} |")
-    cells = [_cell(mode["prefill"], "matrix_rate") for mode in modes]
-    lines.append(f"| prefill, {modes[0]['prefill']['tokens']} tokens | {' | '.join(cells)} |")
+    for index, row in enumerate(modes[0]["prefill"]):
+        cells = [_cell(mode["prefill"][index], "matrix_rate") for mode in modes]
+        lines.append(f"| prefill, prompts in a step: {row['prompts']} | {' | '.join(cells)} |")
+    for index, row in enumerate(modes[0]["served"]):
+        cells = [_served_cell(mode["served"][index], mode["decode"][index]) for mode in modes]
+        lines.append(f"| streams at once: {row['streams']} | {' | '.join(cells)} |")
     parity = report["parity"]
     lines += ["", f"against transformers: {', '.join(f'{key} {value}' for key, value in parity.items())}"]
     return "\n".join(lines)
@@ -312,3 +362,10 @@ def _cell(row: dict[str, Any], what: str) -> str:
         if f"of_{kind}_{what}" in row
     ]
     return f"{row['tokens_per_second']:,.0f} tokens/s ({', '.join(shares)})"
+
+
+def _served_cell(row: dict[str, Any], alone: dict[str, Any]) -> str:
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, TTFT {row['ttft_p50']:.2f} / {row['ttft_p99']:.2f} s (p50, p99), "
+        f"{row['step_ms']:.1f} ms a step ({row['step_ms'] / alone['step_ms'] - 1:+.0%} over the runner)"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shard_server.engines.base import Sampling, TokenLogprobs
+from shard_server.engines.base import EngineRequest, Sampling, TokenLogprobs
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 from shard_server.engines.torch_engine.sampling.batched_draws import MIN_TEMPERATURE, PlainRow, draw_plain_rows, uniform
 
@@ -83,6 +83,19 @@ class Draws:
     def logprobs(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
         """The logprob of a token that was not drawn, and those of the likeliest ones, by row `index`."""
         return _logprobs(self._logits[index], token_id, num_top)
+
+
+def draw_in_all_ways(logits: torch.Tensor) -> None:
+    """Draw from the first row with every parameter: a device loads what an operation needs at its first use, for which
+    no request shall wait."""
+    cut = {"top_k": 2, "top_p": 0.9, "min_p": 0.1}
+    changed = Sampling(presence_penalty=1.0, repetition_penalty=2.0, logit_bias=((0, 1.0),), num_logprobs=1, **cut)
+    request = EngineRequest("", [0], changed, 2, frozenset({0}), min_tokens=2, output_token_ids=[0])
+    adjustments = LogitAdjustments(request)
+    draws = Draws(logits)
+    draws.draw_together([PlainRow(0, Sampling(), 0), PlainRow(0, Sampling(**cut), 0)])
+    for mask in (None, np.full(-(-logits.shape[1] // 8), 255, np.uint8)):
+        draws.draw(0, SampleRow(changed, 1, adjustments, mask))
 
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -132,7 +132,10 @@ def test_a_shape_is_measured_against_the_device_and_transformers():
     assert report["limits"]["measured_bandwidth"] > 0
     for mode in ("fast", "deterministic"):
         assert [row["batch"] for row in report[mode]["decode"]] == [1, 3]
-        assert report[mode]["prefill"]["of_measured_matrix_rate"] > 0
+        assert [row["prompts"] for row in report[mode]["prefill"]] == [1, 5]
+        assert all(row["of_measured_matrix_rate"] > 0 for row in report[mode]["prefill"])
+        assert [row["streams"] for row in report[mode]["served"]] == [1, 3]
+        assert all(row["ttft_p99"] > 0 for row in report[mode]["served"])
     assert not report["fast"]["batch_invariant"]
     assert "| decode, batch 3 |" in device_table(report)
 
