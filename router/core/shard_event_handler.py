@@ -120,8 +120,8 @@ class ShardEventHandler:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        self._ledger.report(event.shard_id, event.load)
-        self._queue.mark_dirty(event.shard_id)
+        if self._ledger.report(event.shard_id, event.load) or shard.is_draining:
+            self._queue.mark_dirty(event.shard_id)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
             self._fleet.note_readiness()

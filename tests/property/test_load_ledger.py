@@ -148,8 +148,9 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         for shard_id in SHARDS:
             view = self.ledger.view(shard_id)
             assert 0.0 <= view.queue_seconds(self.now) <= view.queue_seconds(0.0)
-            assert view.memory_wait_seconds(10, self.now) <= view.memory_wait_seconds(500, self.now)
-            assert view.memory_pressure_seconds(10, self.now) >= 0.0
+            few, many = (view.memory_seconds(number, number, 100, self.now) for number in (10, 500))
+            assert few[0] <= many[0]
+            assert few[1] >= 0.0
             assert view.decode_delay_seconds(1000, 100, 0.0) >= 0.0
 
 

@@ -212,9 +212,12 @@ class DispatchQueue:
     def next_deadline(self) -> float:
         """When `serve` has to run at the latest; infinity: not before another event."""
         at = self._fair_shares.next_deadline()
-        if not self.queues.num_requests:
-            return at
-        return min(at, self._openings.next(), min(self._replace_at.values(), default=math.inf))
+        return min(at, self._next_due()) if self.queues.num_requests else at
+
+    def _next_due(self) -> float:
+        """When a shard is expected to open, or requests are placed again; infinity: not before an event."""
+        at = self._openings.next()
+        return min(at, *self._replace_at.values()) if self._replace_at else at
 
     def can_make_room(self, model: str, tenant: str) -> bool:
         """True when a request of the tenant would be served soon, whatever waits."""
@@ -229,6 +232,9 @@ class DispatchQueue:
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
         self._fair_shares.begin_serving(now)
+        if not (self._dirty_shards or self.queues.without_shard) and now < self._next_due():
+            self._fair_shares.end_serving()
+            return  # as after most events: no shard has less to do, and nothing is due
         num_before = math.inf
         while self.queues.num_requests < num_before:
             num_before = self.queues.num_requests
@@ -347,7 +353,7 @@ class DispatchQueue:
     def _serve_shard(self, shard: Shard, now: float) -> None:
         queue_id = shard.queue_id
         while self._backlogs.is_open_for_first(shard, now):
-            live = self._take(shard, queue_id, now)
+            live = self._take(shard, queue_id, now) if queue_id in self.queues else None
             if live is None and all(map(self._turn_on(shard), self.queues.queue(queue_id))):
                 live = self._replacements.stealable(shard, now)  # otherwise the shard has to finish prefill first
                 if live is not None:

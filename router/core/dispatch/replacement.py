@@ -90,7 +90,7 @@ class Replacements:
         return picked if is_due else None
 
     def cheapest_idle(self, live: LiveRequest, open_shards: list[Shard], now: float) -> tuple[Shard, Candidate] | None:
-        """Returns the cheapest of those shards that have nothing to do; None: all of them have."""
+        """Returns the cheapest of those shards that have nothing to do, or of some of many; None: all of them have."""
         idle_ids = self._ledger.idle()
         idle = [shard for shard in open_shards if shard.shard_id in idle_ids] if idle_ids else []
-        return self._placer.pick_among(idle, live, now) if idle else None
+        return self._placer.pick_among(self._placer.likely(idle, live, now), live, now) if idle else None

@@ -76,16 +76,24 @@ class LoadLedger:
         """The shards that have nothing to do, and for which no request waits in the router."""
         return {shard_id for shard_id, view in self._without_sequences.items() if not view.held}
 
-    def report(self, shard_id: str, load: ShardLoad) -> None:
-        """Record a shard's load report."""
+    def report(self, shard_id: str, load: ShardLoad) -> bool:
+        """Record a shard's load report. Returns True if it leaves the shard more room than the last one did: more free
+        blocks, or less work of other routers."""
         view = self._views[shard_id]
-        view.report = load
+        before, view.report = view.report, load
         num_waiting = max(0, load.num_waiting - load.num_own_waiting)
         num_running = max(0, load.num_running - load.num_own_running)
+        has_more_room = (
+            load.num_available_blocks > before.num_available_blocks
+            or num_waiting < view.foreign_waiting
+            or num_running < view.foreign_running
+        )
         if num_waiting != view.foreign_waiting or num_running != view.foreign_running:
             view.foreign_waiting, view.foreign_running = num_waiting, num_running
             self._note_load(shard_id, view)
-        view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
+        num_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
+        has_more_room = has_more_room or num_queued_tokens < view.foreign_queued_tokens
+        view.foreign_queued_tokens = num_queued_tokens
         view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
         if load.prefill_tokens_per_second > 0 and not view.speed.num_observations:
             view.speed.set_reported_rate(load.prefill_tokens_per_second)
@@ -95,6 +103,7 @@ class LoadLedger:
         if num_tokens and step_seconds > 0:
             view.decode_speed.observe(num_tokens, step_seconds)
             view.decode_factor = view.decode_speed.learned_factor(view.decode_factor, num_tokens, step_seconds)
+        return has_more_room
 
     def _note_load(self, shard_id: str, view: LoadView) -> None:
         """More or fewer sequences wait or run there."""

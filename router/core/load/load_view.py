@@ -293,11 +293,13 @@ class LoadView:
 
     def num_in_use(self, block_hashes: Sequence[int], limit: int) -> int:
         """How many of the first `limit` blocks own running sequences hold: those need no room."""
-        num_found = 0
+        limit = min(limit, len(block_hashes))
+        num_found, last = 0, limit - 1
         for reservation in self.running.values():
-            num_found = num_common(block_hashes, reservation.block_hashes, num_found)
-            if num_found >= limit:
+            hashes = reservation.block_hashes
+            if len(hashes) > last >= 0 and hashes[last] == block_hashes[last]:  # the blocks before are the same, too
                 return limit
+            num_found = num_common(block_hashes, hashes, num_found)
         return num_found
 
     def num_sharing(self, block_hashes: Sequence[int], num_blocks: int) -> int:
@@ -319,8 +321,9 @@ class LoadView:
 
     @property
     def expected_tokens_each(self) -> float:
-        num_sequences = self.own_running + self.own_waiting
-        return self.own_expected_tokens / num_sequences if num_sequences else 0.0
+        if not self.own_expected_tokens:
+            return 0.0
+        return self.own_expected_tokens / (self.own_running + self.own_waiting)
 
     @property
     def num_decoding_tokens(self) -> int:
@@ -339,23 +342,23 @@ class LoadView:
 
     def residual_seconds(self, now: float) -> float:
         """How long a running sequence still takes, on average."""
+        if not self.own_expected_tokens:
+            return 0.0
         return self.expected_tokens_each * self.step_seconds / self.decode_share(now)
 
-    def memory_wait_seconds(self, num_needed_blocks: int, now: float) -> float:
-        """Time until blocks for one more request are free, after all those that wait before it."""
-        num_missing = num_needed_blocks + self.held.num_blocks - self.num_free_blocks
-        if num_missing <= 0:
-            return 0.0
-        num_running = max(1, self.num_running)
-        return wait_seconds(num_missing, self.blocks_each, num_running, self.residual_seconds(now))
-
-    def memory_pressure_seconds(self, num_needed_blocks: int, now: float) -> float:
-        """Returns what taking so many blocks, with the output that comes, costs requests that come later. Unit:
-        seconds."""
-        num_sequences = self.num_running + self.num_waiting + len(self.held)
-        num_free = self.num_free_blocks - self.held.num_blocks
+    def memory_seconds(
+        self, num_needed_blocks: int, num_later_blocks: int, num_free_blocks: int, now: float
+    ) -> tuple[float, float]:
+        """(time until blocks for one more request are free, what taking `num_later_blocks`, with the output that comes,
+        costs requests that come later). `num_free_blocks`: those that nothing needs which waits for the shard."""
         residual = self.residual_seconds(now)
-        return pressure_seconds(num_needed_blocks, num_free, self.blocks_each, num_sequences, residual)
+        if not residual:
+            return 0.0, 0.0
+        wait, blocks_each, num_running = 0.0, self.blocks_each, self.num_running
+        if num_needed_blocks > num_free_blocks:
+            wait = wait_seconds(num_needed_blocks - num_free_blocks, blocks_each, max(1, num_running), residual)
+        num_sequences = num_running + self.num_waiting + len(self.held)
+        return wait, pressure_seconds(num_later_blocks, num_free_blocks, blocks_each, num_sequences, residual)
 
     def decode_delay_seconds(
         self, num_context_tokens: int, num_expected_tokens: int, now: float, tpot_seconds: float = DEFAULT_TPOT_SECONDS

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from kvloom.adapters import Adapter
 from kvloom_common.class_rank import INTERACTIVE_RANK
-from router.core.events import ShardDescription
 from router.core.fleet.fleet import Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
@@ -108,10 +107,11 @@ class CandidateBuilder:
         if description.reserves_output:
             num_reserved_tokens = live.request.max_tokens or num_expected_tokens
             num_needed_blocks = -(-(num_prefill_tokens + num_reserved_tokens) // description.block_size)
+        num_available_blocks = view.num_free_blocks
         memory_wait_seconds = memory_pressure_seconds = 0.0
         if view.queued or view.held or num_needed_blocks + num_overlap_blocks > view.report.num_available_blocks // 2:
             num_needed_blocks, memory_wait_seconds, memory_pressure_seconds = self._memory(
-                description, view, live, num_needed_blocks, num_overlap_blocks, num_expected_tokens, now
+                shard, live, num_available_blocks, num_needed_blocks, num_overlap_blocks, num_expected_tokens, now
             )
         num_free_blocks = description.num_blocks - self._index.num_stored(shard_id)
         num_evicted_blocks = num_new_blocks - max(0, num_free_blocks) if num_free_blocks < num_new_blocks else 0
@@ -126,7 +126,7 @@ class CandidateBuilder:
             view.num_running,
             view.num_waiting,
             num_context_tokens,
-            description.num_blocks - view.num_free_blocks,
+            description.num_blocks - num_available_blocks,
             num_evicted_blocks,
             self._reuse_probability(shard_id, now) if num_evicted_blocks else 0.0,
             view.queue_seconds(now),
@@ -152,9 +152,9 @@ class CandidateBuilder:
 
     def _memory(
         self,
-        description: ShardDescription,
-        view: LoadView,
+        shard: Shard,
         live: LiveRequest,
+        num_available: int,
         num_needed: int,
         num_overlap_blocks: int,
         num_expected_tokens: int,
@@ -163,18 +163,18 @@ class CandidateBuilder:
         """(blocks that have to be free for the request, seconds until they are, cost to those that come later). The
         first is given without those of its prompt that are cached; what is cached and not in use counts as free, and
         is needed as well."""
+        description, view = shard.description, self._ledger.view(shard.shard_id)
         num_all = num_needed + num_overlap_blocks
         if num_all > description.num_blocks:
             return 0, 0.0, 0.0  # the shard refuses it
-        num_free = view.num_free_blocks - view.held.num_blocks
+        num_free = num_available - view.held.num_blocks
         if num_all <= num_free - description.num_blocks // 2:
             return num_needed, 0.0, 0.0  # as nearly always
         num_needed = num_all
         if num_overlap_blocks and view.running:
             num_needed -= view.num_in_use(live.prompt_hashes(description.block_size), num_overlap_blocks)
         num_later = num_needed + (num_expected_tokens // view.growth_tokens if view.growth_tokens else 0)
-        wait_seconds = view.memory_wait_seconds(num_needed, now)
-        return num_needed, wait_seconds, view.memory_pressure_seconds(num_later, now)
+        return num_needed, *view.memory_seconds(num_needed, num_later, num_free, now)
 
     def _reuse_probability(self, shard_id: str, now: float) -> float:
         """The reuse probability of the blocks that the shard would evict next."""

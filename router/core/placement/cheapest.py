@@ -30,6 +30,8 @@ COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 NUM_LISTED: Final = 8
 """The least costs of so many shards are computed first; a fleet that has no more needs no order."""
+MAX_LISTED: Final = 32
+"""The same of shards that have a part of the prompt, where most of the fleet have nothing of it."""
 SLACK: Final = 1.01
 """A shard that can be cheaper by less than this factor is not looked at. The idle shards of a large fleet are alike but
 for the noise in what was learned of their speeds."""
@@ -150,7 +152,7 @@ class _LeastCosts:
             order = ledger.order(live.request.model)
             self._others = iter(order.cheapest_first(floor.own, floor.waiting, floor.running))
             self._unseen.update(shards)
-            shards, num_cached_tokens = self._deepest(max(fleet.block_sizes))
+            shards, num_cached_tokens = self._deepest(max(fleet.block_sizes), len(shards))
             self._unseen.difference_update(shards)
             self._far_seconds = order.usual_seconds(num_tokens)
             self._seconds = order.usual_seconds(num_tokens - num_cached_tokens, num_cached_tokens)
@@ -164,15 +166,17 @@ class _LeastCosts:
         """The least of the shards from `_next` on, as in the heap."""
         self._advance()
 
-    def _deepest(self, block_size: int) -> tuple[list[Shard], int]:
-        """Returns the shards that have most of the prompt, and how many of its tokens any other has at most."""
+    def _deepest(self, block_size: int, num_shards: int) -> tuple[list[Shard], int]:
+        """Returns the shards that have most of the prompt, and how many of its tokens any other has at most. Where few
+        of the fleet have a part of it, all of them are listed: the bound of the others is that of the whole prompt."""
         overlaps = self._overlaps
-        if len(overlaps) <= NUM_LISTED:
+        if len(overlaps) <= max(NUM_LISTED, min(MAX_LISTED, num_shards // 2)):
             shard_ids, num_tokens = list(overlaps), 0
         else:
             shard_ids = sorted(overlaps, key=overlaps.__getitem__, reverse=True)
             num_tokens = min(overlaps[shard_ids[NUM_LISTED]] * block_size, self._num_tokens - 1)
-        shards = map(self._shards.__getitem__, shard_ids[:NUM_LISTED])
+            shard_ids = shard_ids[:NUM_LISTED]
+        shards = map(self._shards.__getitem__, shard_ids)
         return [shard for shard in shards if shard in self._unseen], num_tokens
 
     def pop(self, limit: tuple[float, float]) -> str:

@@ -110,6 +110,14 @@ class Placer:
             fallback = self._best([sum(scores.terms[index]) for index in others], candidates, live, now).shard_id
         return self._fleet.shards[best.shard_id], best, fallback
 
+    def likely(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Shard]:
+        """Returns NUM_LISTED of the shards that are likely to be the cheapest, or all of them if the policy knows no
+        bounds."""
+        floor = self._policy.floor
+        if floor is None or len(shards) <= NUM_LISTED:
+            return shards
+        return self._cheapest_first.first(floor, shards, live, now)
+
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
         """One shard as the request sees it."""
         return self._candidates.of([shard], live, now)[0]
@@ -121,9 +129,8 @@ class Placer:
         the shards that are likely to be the cheapest give it its first token before it is due, no others are looked at.
         None: it is not known, because a shard that could run the request has not shown its speed lately."""
         shards = self.eligibility.eligible(live)
-        floor = self._policy.floor
-        if floor is not None and len(shards) > NUM_LISTED:
-            few = self._cheapest_first.first(floor, shards, live, now)
+        few = self.likely(shards, live, now)
+        if len(few) < len(shards):
             least = self._least_ttft_of(few, live, held_ahead_seconds, now)
             if least is None or (least.has_room and now + least.seconds <= due):
                 return least
