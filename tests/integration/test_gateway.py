@@ -212,6 +212,12 @@ async def test_health_follows_the_engines(world: GatewayWorld, channel: grpc.aio
     await world.until_ready(1)
     assert await states() == [ready] * 4
     assert await Talk(channel).ask(messages=[]) == [world.engines[1].address]
+    whole = world.pool
+    world.change_pool(endpoints=[])  # the pods of an InferencePool may all be gone
+    await world.until_ready(0)
+    assert await states() == [ready, *[not_ready] * 3]
+    world.change_pool(endpoints=whole.endpoints)
+    await world.until_ready(1)
     world.change_pool(endpoints=world.pool.endpoints[:1])
     assert world.gateway.picker.num_ready == 0
 

@@ -1,6 +1,8 @@
 """`kvloom epp`: an endpoint picker of the Gateway API. It places the requests of an Envoy on engines of others.
 
 pool.py              the file that describes a pool of engines
+inference_pool.py    the pool of an InferencePool and its InferenceObjectives in Kubernetes
+kubernetes_api.py    follows collections of objects of a Kubernetes API server
 picker.py            places requests on endpoints with the router core, and follows them to their ends. Pure
 predicted_blocks.py  which blocks an engine without KV events is taken to have. Pure
 prompts.py           the prompt of a body, in tokens or in pieces of four bytes

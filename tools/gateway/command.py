@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,11 +18,13 @@ from kvloom_common.config import ConfigError, KvloomConfig
 from kvloom_common.metrics.server import MetricsServer
 from kvloom_common.process import service
 from kvloom_common.process.log_lines import configure_logging
-from kvloom_common.process.watched_files import WatchedFiles, following
+from kvloom_common.process.watched_files import WatchedFiles, Watcher, following
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from tools.failures import CommandError
+from tools.gateway.inference_pool import InferencePool
+from tools.gateway.kubernetes_api import KubernetesApi
 from tools.gateway.picker_service import SERVICE_NAME, Gateway
 from tools.gateway.pool import Pool, pool_of, read_pool
 from tools.gateway.prompts import PromptReader
@@ -44,6 +48,19 @@ log = structlog.get_logger()
 )
 @option("--endpoint", "addresses", scope="epp", multiple=True, metavar="IP:PORT", help="An engine, instead of a file.")
 @option(
+    "--inference-pool",
+    scope="epp",
+    metavar="NAMESPACE/NAME",
+    help="The InferencePool whose pods are the engines, with its InferenceObjectives. A file gives the rest.",
+)
+@option(
+    "--kubernetes-api",
+    scope="epp",
+    default="",
+    metavar="URL",
+    help="Where its API is reached without credentials, e.g. by `kubectl proxy`.  [default: as a pod does]",
+)
+@option(
     "--tokenizer",
     "tokenizer_dir",
     scope="epp",
@@ -55,6 +72,8 @@ log = structlog.get_logger()
 def epp(
     pool_file: Path | None,
     addresses: tuple[str, ...],
+    inference_pool: str | None,
+    kubernetes_api: str,
     tokenizer_dir: Path | None,
     host: str,
     port: int,
@@ -65,17 +84,30 @@ def epp(
     """Choose the engine of each request for an Envoy in front of vLLM, SGLang or TensorRT-LLM: an endpoint picker of
     the Gateway API (docs/how-to/gateway.md)."""
     config = load_config_file(config_file)
-    if (pool_file is None) == (not addresses):
-        raise CommandError("give either --pool FILE or --endpoint IP:PORT")
+    namespace, slash, name = (inference_pool or "").partition("/")
+    if inference_pool is not None and not (namespace and slash and name):
+        raise CommandError("--inference-pool is NAMESPACE/NAME")
+    if inference_pool is None and (pool_file is None) == (not addresses):
+        raise CommandError("give either --pool FILE, --endpoint IP:PORT or --inference-pool NAMESPACE/NAME")
+    if inference_pool is not None and addresses:
+        raise CommandError("--inference-pool has the endpoints: remove --endpoint")
     check_listener(host, config, "prompts can be read on their way", insecure=insecure)
     try:
-        pool = pool_of(addresses) if pool_file is None else read_pool(pool_file)
+        pool = pool_of(addresses)
+        if pool_file is not None:
+            pool = read_pool(pool_file, has_endpoints=inference_pool is None)
+        api = None if inference_pool is None else KubernetesApi(kubernetes_api)
         tokenizer = None if tokenizer_dir is None else ModelTokenizer.load(tokenizer_dir)
     except (ConfigError, ValueError) as error:
         raise CommandError(str(error)) from error
     if tokenizer is None and any(endpoint.kv_events for endpoint in pool.endpoints):
         raise CommandError("KV events name blocks by their tokens: give --tokenizer DIR, or remove kv_events")
-    service.run_service(_serve(config, pool, pool_file, tokenizer, host, port, metrics_port))
+    follow = None
+    if api is not None:
+        follow = lambda gateway: InferencePool(api, namespace, name, pool, gateway.use_pool)  # noqa: E731
+    elif pool_file is not None:
+        follow = functools.partial(_PoolFile, pool_file)
+    service.run_service(_serve(config, pool, follow, tokenizer, host, port, metrics_port))
 
 
 class _PoolFile:
@@ -93,13 +125,13 @@ class _PoolFile:
 async def _serve(
     config: KvloomConfig,
     pool: Pool,
-    pool_file: Path | None,
+    follow: Callable[[Gateway], Watcher] | None,
     tokenizer: ModelTokenizer | None,
     host: str,
     port: int,
     metrics_port: int | None,
 ) -> None:
-    """Raises StartError and ConfigError."""
+    """`follow` makes what follows the pool. Raises StartError and ConfigError."""
     configure_logging(config.log, NAME)
     stop = service.stop_event()
     tls = listener_tls(config.tls)
@@ -111,8 +143,8 @@ async def _serve(
     address = service.bind(server, host, port, tls.add_port if tls is not None else service.NO_SECRET.add_port)
     await gateway.start()
     await server.start()
-    files = None if pool_file is None else _PoolFile(pool_file, gateway)
-    async with following(*filter(None, (tls, metrics, files))):
+    followed = None if follow is None else follow(gateway)
+    async with following(*filter(None, (tls, metrics, followed))):
         log.info("epp_started", address=address, num_endpoints=len(pool.endpoints))
         await stop.wait()
         for name in (SERVICE_NAME, "readiness", ""):

@@ -60,7 +60,7 @@ class Gateway(external_processor_pb2_grpc.ExternalProcessorServicer):
         self.use_pool(self.picker.pool)
 
     def use_pool(self, pool: Pool) -> None:
-        """The pool's file has changed: endpoints that are new are followed, and those that are gone forgotten."""
+        """The pool has changed: endpoints that are new are followed, and those that are gone forgotten."""
         assert self._session is not None
         self.picker.pool = pool
         self.door.reader.adapters = pool.adapters
@@ -68,6 +68,7 @@ class Gateway(external_processor_pb2_grpc.ExternalProcessorServicer):
             self._loads.pop(endpoint).cancel()
             self._stop_kv_events(endpoint.address)
             self.picker.remove(endpoint.address)
+            self._spawn(self._note_readiness())
         for endpoint in pool.endpoints:
             if endpoint not in self._loads:
                 following = follow_load(self._session, endpoint, self._user_of(endpoint), self._scrape_seconds)

@@ -36,7 +36,8 @@ class PoolEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Engines that serve one model, and its adapters."""
 
-    endpoints: Annotated[list[PoolEndpoint], Meta(min_length=1, max_length=MAX_ENDPOINTS)]
+    endpoints: Annotated[list[PoolEndpoint], Meta(max_length=MAX_ENDPOINTS)] = []
+    """Empty only where those of an InferencePool come later."""
     adapters: Sequence[str] = ()
     """The names of LoRA adapters. All other names stand for the model itself."""
     objectives: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
@@ -61,14 +62,16 @@ def pool_of(addresses: Sequence[str]) -> Pool:
         raise ConfigError(str(error)) from error
 
 
-def read_pool(path: Path) -> Pool:
-    """Raises ConfigError."""
+def read_pool(path: Path, *, has_endpoints: bool = True) -> Pool:
+    """`has_endpoints`: whether the file must have them, or must not. Raises ConfigError."""
     try:
         pool = msgspec.toml.decode(path.read_bytes(), type=Pool)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    if bool(pool.endpoints) != has_endpoints:
+        raise ConfigError(f"{path}: endpoints are {'missing' if has_endpoints else 'those of the InferencePool'}")
     if any(endpoint.kv_events for endpoint in pool.endpoints) and find_spec("zmq") is None:
         raise ConfigError(f'{path}: kv_events need pyzmq, which comes with pip install "kvloom-fabric[gateway]"')
     addresses = [one.address for one in pool.endpoints]
