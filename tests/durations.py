@@ -27,7 +27,7 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 415,
     "tests/fuzz": 14,
-    "tests/integration": 515,
+    "tests/integration": 516,
     "tests/lab": 95,
     "tests/property": 64,
     "tests/unit": 141,
