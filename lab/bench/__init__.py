@@ -24,6 +24,7 @@ tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to t
 auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
+search_quality.py           `kvloom-lab bench search-quality`: how often a vector store finds the right document
 vector_search.py            `kvloom-lab bench vector-search`: the index of a vector store
 weight_quality.py           `kvloom-lab bench weight-quality`: what each format of weights changes in the answers
 """

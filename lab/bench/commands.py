@@ -23,6 +23,7 @@ from tools.cli.lazy_group import LazyGroup
         "overload": "lab.bench.overload:bench_overload",
         "phrases": "lab.bench.phrases:bench_phrases",
         "tenant-timing": "lab.bench.tenant_timing:bench_tenant_timing",
+        "search-quality": "lab.bench.search_quality:bench_search_quality",
         "vector-search": "lab.bench.vector_search:bench_vector_search",
         "weight-quality": "lab.bench.weight_quality:bench_weight_quality",
         "regimes": "lab.study.regimes_command:regimes_command",

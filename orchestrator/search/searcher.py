@@ -96,7 +96,7 @@ class Searcher:
             except BaseException:
                 self.forget(store)  # it may have half of a change
                 raise
-            found = await asyncio.to_thread(_ranked, kept.index, vectors, wanted)
+            found = await asyncio.to_thread(ranked, kept.index, vectors, wanted)
         is_free = kept.completing is None or kept.completing.done()
         if is_free and (kept.index.lacks_words or kept.index.lacks_graph):
             kept.completing = asyncio.create_task(_complete(kept), name=f"{store} index")
@@ -139,7 +139,8 @@ async def _complete(kept: _Kept) -> None:
             await asyncio.to_thread(kept.index.adopt_graph, graph, snapshot.numbers)
 
 
-def _ranked(index: Any, vectors: Sequence[bytes], wanted: Wanted) -> list[FoundChunk]:
+def ranked(index: Any, vectors: Sequence[bytes], wanted: Wanted) -> list[FoundChunk]:
+    """Returns what a StoreIndex has for queries with these vectors, the best first. Blocks."""
     allowed = index.allowed(wanted.filters)
     most = max(CANDIDATES, 2 * wanted.most)
     by_vector = [index.by_vector(vector, most, allowed) for vector in vectors]
