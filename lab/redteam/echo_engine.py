@@ -61,12 +61,14 @@ def parts_told(prompt: str) -> Iterator[str]:
 class EchoEngine:
     """See the module. A step has the next part of every answer, or of as many as fit; then it is the others' turn."""
 
-    def __init__(self, tokenizer: ModelTokenizer, step_seconds: float = 0.0, num_at_once: int = 0) -> None:
-        """`step_seconds`: the pause between steps. Nothing is written before `num_at_once` requests have come."""
+    def __init__(self, tokenizer: ModelTokenizer, step_seconds: float = 0.0) -> None:
+        """`step_seconds`: the pause between steps."""
         self._tokenizer = tokenizer
         self._step_seconds = step_seconds
-        self._num_at_once = num_at_once
         self.num_submitted = 0
+        self.may_write = asyncio.Event()
+        """While it is not set, nothing is written."""
+        self.may_write.set()
         self.info = EngineInfo(
             engine="echo",
             model=MODEL,
@@ -77,6 +79,8 @@ class EchoEngine:
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
             capabilities=_CAPABILITIES,
+            prefill_tokens_per_second=1e9,  # it computes nothing
+            decode_step_seconds=max(step_seconds, 0.001),
             embedding_size=len(_EMBEDDING),
         )
         self._next = StepOutput()
@@ -104,8 +108,7 @@ class EchoEngine:
             self._parts[name] = iter(parts)
         self._next.starts.append(start)
         self.num_submitted += 1
-        if self.num_submitted >= self._num_at_once:
-            self._wake.set()
+        self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         """End the answer with the next step."""
@@ -115,6 +118,7 @@ class EchoEngine:
     async def steps(self) -> AsyncIterator[StepOutput]:
         while self._is_open:
             await self._wake.wait()
+            await self.may_write.wait()
             yield self._step()
             await asyncio.sleep(self._step_seconds)
             if not self._parts:
@@ -136,3 +140,4 @@ class EchoEngine:
     async def close(self) -> None:
         self._is_open = False
         self._wake.set()
+        self.may_write.set()

@@ -38,8 +38,8 @@ from shard_server.server import ShardServer
 
 _START_SECONDS: Final = 20.0
 _REQUEST_SECONDS: Final = 30.0
-_PATIENCE_SECONDS: Final = 60.0
-"""Longer than the safety service is ever away, on any machine."""
+_PATIENCE_SECONDS: Final = 600.0
+"""Longer than anything takes here, on any machine."""
 _END: Final = "<|end|>"
 _TEMPLATE: Final = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -90,20 +90,21 @@ class RedTeamFabric:
 
 @contextlib.asynccontextmanager
 async def echo_fabric(
-    redis_url: str, policy: Path, safety_port: int = 0, step_seconds: float = 0.0, num_at_once: int = 0
+    redis_url: str, policy: Path, safety_port: int = 0, step_seconds: float = 0.0
 ) -> AsyncIterator[RedTeamFabric]:
     """Start all parts at free ports, with this safety policy; the registry is in this Redis server. `safety_port`: that
-    of a safety service that runs; 0: one is started. `step_seconds` and `num_at_once` are the engine's."""
+    of a safety service that runs; 0: one is started. `step_seconds`: the engine's pause."""
     config = KvloomConfig()
     config.model.name, config.shard.engine = MODEL, "sim"
     config.redis.url, config.redis.key_prefix = redis_url, f"redteam-{policy.parent.name}"
     config.safety.on_unavailable, config.safety.patience_seconds = "refuse", _PATIENCE_SECONDS
+    config.router.max_queue_seconds = _PATIENCE_SECONDS
     config.router.placement.policy = "round_robin"  # there is one shard, and it takes all requests at once
     tokenizer = _byte_tokenizer()
     model = ServedModel(MODEL, tokenizer, 1_700_000_000, "fp_redteam", ParserSpec("hermes", "qwen3"))
     async with contextlib.AsyncExitStack() as stack:
         config.safety.port = safety_port or await _safety(stack, policy)
-        engine = EchoEngine(tokenizer, step_seconds, num_at_once)
+        engine = EchoEngine(tokenizer, step_seconds)
         await _shard(stack, config, engine, tokenizer)
         address = await _router(stack, config, model)
         link = GrpcRouterLink(address, "redteam")

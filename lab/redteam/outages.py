@@ -25,7 +25,7 @@ from kvloom.v1.generation_pb2 import (
 from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
 from lab.redteam.campaign import num_leaked_chars
 from lab.redteam.cases import RedTeamCase, cases_of
-from lab.redteam.echo_engine import MAX_PARTS, MODEL, OTHERWISE, told_to_write
+from lab.redteam.echo_engine import MAX_PARTS, MODEL, OTHERWISE, EchoEngine, told_to_write
 from lab.redteam.fabric import RedTeamFabric, echo_fabric
 from lab.redteam.faults import JudgedText, UnreliableSafety
 from lab.redteam.rules import policy_text
@@ -135,10 +135,14 @@ async def run_outages(redis_url: str, folder: Path, num_streams: int, seed: int 
     safety = UnreliableSafety(policy, seed)
     streams = [_Stream(case, safety.judged) for case in itertools.islice(_cases(), num_streams)]
     async with _fabric_with(safety, redis_url, policy, num_streams) as fabric, asyncio.timeout(_MAX_SECONDS):
+        engine = fabric.engine
+        engine.may_write.clear()
         for number, stream in enumerate(streams):
-            while number - fabric.engine.num_submitted >= _SUBMITS_AT_ONCE:  # noqa: ASYNC110  (the engine has no event)
-                await asyncio.sleep(_POLL_SECONDS)
+            if number % _SUBMITS_AT_ONCE == 0:
+                await _taken(number - _SUBMITS_AT_ONCE, engine, streams)
             fabric.link.submit(_request(stream, fabric), stream)
+        await _taken(num_streams, engine, streams)
+        engine.may_write.set()
         for stream in streams:
             await stream.ended.wait()
     return OutageReport(
@@ -153,6 +157,12 @@ async def run_outages(redis_url: str, folder: Path, num_streams: int, seed: int 
     )
 
 
+async def _taken(num_streams: int, engine: EchoEngine, streams: Sequence[_Stream]) -> None:
+    """Return when the engine has so many requests, apart from those that were refused before (it has no event)."""
+    while engine.num_submitted + sum(stream.ended.is_set() for stream in streams) < num_streams:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_SECONDS)
+
+
 @contextlib.asynccontextmanager
 async def _fabric_with(
     safety: UnreliableSafety, redis_url: str, policy: Path, num_streams: int
@@ -160,7 +170,7 @@ async def _fabric_with(
     step_seconds = _STEP_SECONDS + _STEP_SECONDS_PER_STREAM * min(num_streams, MAX_PARTS)
     await safety.start()
     try:
-        async with echo_fabric(redis_url, policy, safety.port, step_seconds, num_streams) as fabric:
+        async with echo_fabric(redis_url, policy, safety.port, step_seconds) as fabric:
             yield fabric
     finally:
         await safety.stop()
