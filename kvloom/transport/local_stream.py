@@ -72,6 +72,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._status: status_pb2.Status | None = None
         """The status with which the stream ended; None while it is open."""
         self._heard_at = self._loop.time()
+        self._pinged_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
         """Done when the socket is closed."""
@@ -283,15 +284,17 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         if self._transport is None:
             return
         silent_seconds = self._loop.time() - self._heard_at
-        if silent_seconds >= PING_AFTER_SECONDS + PING_TIMEOUT_SECONDS and not self._is_paused:
+        if silent_seconds < PING_AFTER_SECONDS:
+            pause_seconds = PING_AFTER_SECONDS - silent_seconds
+        elif self._pinged_at > self._heard_at and not self._is_paused:
             self._break("The peer does not answer.")
             return
-        if silent_seconds >= PING_AFTER_SECONDS:
-            self._transport.write(HEAD.pack(0, PING))
-            pause_seconds = PING_AFTER_SECONDS + PING_TIMEOUT_SECONDS - silent_seconds
         else:
-            pause_seconds = PING_AFTER_SECONDS - silent_seconds
-        self._timer = self._loop.call_later(max(pause_seconds, 0.1), self._on_timer)
+            # However long the silence was: it may be this process that was kept from reading.
+            self._transport.write(HEAD.pack(0, PING))
+            self._pinged_at = self._loop.time()
+            pause_seconds = PING_TIMEOUT_SECONDS
+        self._timer = self._loop.call_later(pause_seconds, self._on_timer)
 
     def _finish(self, status: status_pb2.Status) -> None:
         """Nothing more will arrive. Frames that have arrived can still be read."""

@@ -21,8 +21,6 @@ from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
 from kvloom_common.config import KvloomConfig
-from kvloom_common.discovery.records import ShardRecord
-from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
@@ -149,11 +147,8 @@ async def _shard(
 ) -> None:
     metrics = CollectorRegistry()
     server = ShardServer(config, engine, tokenizer, "shard-0", metrics_registry=metrics, free_memory=lambda: None)
-    address = await server.start()
+    await server.start()
     await _serving(stack, server.serve)
-    registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
-    stack.push_async_callback(registry.close)
-    await registry.announce(ShardRecord("shard-0", address, MODEL, server.incarnation_id))
 
 
 async def _router(stack: contextlib.AsyncExitStack, config: KvloomConfig, model: ServedModel) -> str:

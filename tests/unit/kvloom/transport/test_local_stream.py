@@ -19,6 +19,7 @@ from kvloom.transport.local_stream import LocalStream
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, RouterServiceConnectResponse
 from kvloom_common.transport.local_server import LocalServer
+from tests.waiting import eventually
 
 Handler = Callable[[Any], Awaitable[None]]
 
@@ -160,6 +161,21 @@ async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         stream = await connected("127.0.0.1:3000007")
         with pytest.raises(grpc.aio.AioRpcError, match="does not answer"):
             await asyncio.wait_for(stream.read(), 10)
+
+
+async def test_a_process_that_was_stopped_asks_before_it_gives_a_peer_up() -> None:
+    """It has heard nothing for long because it could not listen, and its peer has nothing to say."""
+
+    async def read(stream: Any) -> None:
+        await stream.read()
+
+    async with serving(read, 3_000_019) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        stopped_at = stream._heard_at = stream._heard_at - 100.0
+        stream._on_timer()
+        await eventually(lambda: stream._heard_at > stopped_at, "the peer's answer")
+        assert not stream.closed.done()
+        stream.cancel()
 
 
 async def test_messages_are_delivered_as_they_come() -> None:
