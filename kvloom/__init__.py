@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from kvloom.client.client import Client
     from kvloom.client.credentials import TlsOptions
     from kvloom.client.delta_stream import DeltaStream
-    from kvloom.client.embedding import Embedding
+    from kvloom.client.embedding import Embedding, Moderation
     from kvloom.client.generate_request import GenerateOptions
     from kvloom.client.generation import Delta, ToolCallDelta
-    from kvloom.client.moderation import Moderation
     from kvloom.client.sync_client import SyncClient, SyncDeltaStream
     from kvloom.conversation.tools import Tool
     from kvloom.enums import CancelOutcome, ErrorReason, FinishReason, Tier
@@ -84,7 +83,7 @@ _MODULES = {
     "FinishReason": "kvloom.enums",
     "GenerateOptions": "kvloom.client.generate_request",
     "KvloomError": "kvloom.errors",
-    "Moderation": "kvloom.client.moderation",
+    "Moderation": "kvloom.client.embedding",
     "SyncClient": "kvloom.client.sync_client",
     "SyncDeltaStream": "kvloom.client.sync_client",
     "Tier": "kvloom.enums",

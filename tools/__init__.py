@@ -2,7 +2,6 @@
 
 cli/                 the command
 options.py           flags that several commands share
-listener_options.py  flags of commands that serve another program
 fabric_trust.py      the fabric's secret, as commands and the supervisor use it
 failures.py          how a command fails
 fleet/               what commands see of all machines of a fabric

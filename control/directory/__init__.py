@@ -12,7 +12,6 @@ priority_classes.py  the priority classes that organisations, projects and keys 
 quotas.py          how much of the directory an organisation may take
 pages.py           lists in pages
 transaction.py     a transaction with its audit entries and the next version of the table
-updates.py         which columns an update mask changes
 organisations.py   organisations
 projects.py        projects
 users.py           users and their roles

@@ -14,10 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control.database.schema import keys, projects
 from control.directory import kv_shares, names, operator_settings, priority_classes, users
 from control.directory import projects as all_projects
-from control.directory.accounts import AccountKind, Row
+from control.directory.accounts import AccountKind, Row, masked_values
 from control.directory.actor import Actor, already_exists, failed_precondition
 from control.directory.transaction import DirectoryChange
-from control.directory.updates import masked_values
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
 from kvloom.v1.error_reason_pb2 import ErrorReason

@@ -10,10 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import memberships, organisations, projects, users
 from control.directory import kv_shares, names, priority_classes, quotas
-from control.directory.accounts import AccountKind, Row
+from control.directory.accounts import AccountKind, Row, masked_values
 from control.directory.actor import Actor, already_exists, failed_precondition
 from control.directory.transaction import DirectoryChange
-from control.directory.updates import masked_values
 from kvloom.v1 import directory_service_pb2 as pb
 
 ORGANISATION: Final = AccountKind("organisation", organisations, pb.Organisation, lambda row: row["id"])

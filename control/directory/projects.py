@@ -10,10 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, projects
 from control.directory import kv_shares, names, operator_settings, organisations, priority_classes
-from control.directory.accounts import AccountKind, Row
+from control.directory.accounts import AccountKind, Row, masked_values
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.transaction import DirectoryChange
-from control.directory.updates import masked_values
 from kvloom.errors import invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
 

@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.database.schema import keys, memberships, projects, users
 from control.directory import names, operator_settings, organisations
+from control.directory.accounts import masked_values
 from control.directory.actor import Actor, already_exists, failed_precondition, not_found
 from control.directory.pages import read_page
 from control.directory.transaction import DirectoryChange
-from control.directory.updates import masked_values
 from kvloom.errors import invalid_argument
 from kvloom.v1 import directory_service_pb2 as pb
 

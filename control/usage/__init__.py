@@ -6,7 +6,6 @@ ledger.py           brings records into the database, each once
 consumer.py         reads the stream of records from Redis
 leases.py           hands out hard budgets to routers
 report.py           usage by day, model and key
-alerts.py           notices when a budget is nearly used up
 webhook.py          sends those notices
 servicer.py         the RPCs about usage and budgets
 work.py             what the control process runs for usage

@@ -10,8 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control.database.usage_tables import budget_leases, usage_producers
 from control.usage.account_limits import hard_limits
 from control.usage.accounts import Budget
-from control.usage.alerts import spent_of
-from control.usage.ledger import lock_usage, put
+from control.usage.ledger import lock_usage, put, spent_of
 from kvloom.v1.control_service_pb2 import BudgetChange, BudgetGrant, BudgetName
 from kvloom_common.database.database import Database
 

@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control.database.usage_tables import usage_daily, usage_records
 from control.usage.account_limits import hard_limits, key_accounts
 from control.usage.accounts import SUMS, Budget, accounts_of, day_of
-from control.usage.alerts import spent_of
 from control.usage.leases import budget_name, leased_of
+from control.usage.ledger import spent_of
 from kvloom.v1 import usage_service_pb2 as pb
 from kvloom.v1.control_service_pb2 import BUDGET_UNIT_NANOS, BUDGET_UNIT_TOKENS
 from kvloom_common.database.database import Database

@@ -4,7 +4,6 @@ is a method of DirectoryService, which `control` serves.
 routes.py      which path is which method. Pure
 handler.py     answers administrators
 
-message_types.py  types of messages, for the OpenAPI document
 
 Only a fabric with tenants loads the others:
 

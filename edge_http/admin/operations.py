@@ -1,15 +1,47 @@
-"""Describes the paths of administrators in the OpenAPI document: the types are those of the messages."""
+"""Describes the paths of administrators in the OpenAPI document, with the types of messages as JSON has them."""
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from typing import Any, Final
+
+import msgspec
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from edge_http.admin.handler import administer
-from edge_http.admin.message_types import type_of
 from edge_http.admin.routes import ADMIN_ROUTES, AdminRoute
 from edge_http.openapi.route import Route, Success
 from edge_http.wire.headers import REQUEST_ID
 from kvloom.v1 import directory_service_pb2
+
+_SCALARS: Final[dict[int, Any]] = {
+    FieldDescriptor.TYPE_STRING: str,
+    FieldDescriptor.TYPE_ENUM: str,
+    FieldDescriptor.TYPE_BOOL: bool,
+    FieldDescriptor.TYPE_DOUBLE: float,
+}
+
+
+@functools.cache
+def type_of(message: Descriptor) -> Any:
+    """A type with the fields of a message, none of which is required."""
+    return msgspec.defstruct(
+        message.name,
+        [(field.name, _type_of_field(field), msgspec.UNSET) for field in message.fields],
+        module=__name__,
+        forbid_unknown_fields=True,
+    )
+
+
+def _type_of_field(field: FieldDescriptor) -> Any:
+    message = field.message_type
+    if message is None:
+        kind = _SCALARS.get(field.type, int)
+        return list[kind] if field.is_repeated else kind
+    if message.GetOptions().map_entry:
+        return dict[str, _type_of_field(message.fields_by_name["value"])]  # pyrefly: ignore[invalid-annotation]
+    kind = type_of(message)
+    return list[kind] if field.is_repeated else kind
 
 
 def _operation(route: AdminRoute) -> Route:

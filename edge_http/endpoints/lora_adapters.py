@@ -13,7 +13,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.offered_models import OfferedModels
-from edge_http.openai.lora_adapters import LoadAdapterBody, decode_load, decode_unload
+from edge_http.openai.tokenization import LoadAdapterBody, decode_load, decode_unload
 from edge_http.supervisor import supervisor
 from edge_http.wire.body import read_json_body
 from kvloom.adapters import full_name

@@ -11,8 +11,7 @@ prompt_report.py        what an answer repeats of its prompt: echo and prompt_lo
 guide.py                converts response_format and structured_outputs to a Guide
 response_formatters.py  the formats of chat and plain completion responses, streamed and complete
 response_objects.py     the types of responses, for the description of the API
-tokenization.py         the bodies of /tokenize and /detokenize, in vLLM's shape
-lora_adapters.py        the bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shape
+tokenization.py         bodies in vLLM's shape: of texts and tokens, and of adapters
 embeddings.py           the body of /v1/embeddings, and the response to it
 search_options.py       the options of a search in files
 ranking.py              the bodies of /v1/rerank, in Cohere's and Jina's shape, and of /v1/score, in vLLM's

@@ -1,15 +1,19 @@
-"""The bodies of POST /tokenize and POST /detokenize, in vLLM's shape."""
+"""The bodies of POST /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
 
 from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, FieldRules
-from edge_http.formatting.decoding import check_num_messages
+from edge_http.formatting.decoding import check_num_messages, decode_body
 from edge_http.openai.requests import Body, ChatBody, Message, ToolBody
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.config import AdapterName
 
 MAX_TOKENS: Final = 2**20
 """The most tokens that one request turns into text."""
@@ -92,3 +96,32 @@ def _check_ending(body: TokenizeBody) -> None:
 
 _TOKENIZE: Final = BodyReader(TokenizeBody)
 _DETOKENIZE: Final = BodyReader(DetokenizeBody)
+
+
+class LoadAdapterBody(Body, kw_only=True):
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """A directory below edge.adapters_dir; a relative path is relative to it."""
+    base_model_name: str | None = None
+    """The model. It need not be given where there is only one."""
+
+
+class UnloadAdapterBody(Body, kw_only=True):
+    lora_name: str
+    """The adapter's own name, or MODEL:ADAPTER."""
+    lora_int_id: int | None = None
+    """Not used: adapters have no numbers here."""
+
+
+def decode_load(raw: bytes) -> LoadAdapterBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    return decode_body(_LOAD_DECODER, raw)
+
+
+def decode_unload(raw: bytes) -> UnloadAdapterBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    return decode_body(_UNLOAD_DECODER, raw)
+
+
+_LOAD_DECODER: Final = msgspec.json.Decoder(LoadAdapterBody)
+_UNLOAD_DECODER: Final = msgspec.json.Decoder(UnloadAdapterBody)

@@ -3,7 +3,6 @@
 routes.py      one record for each path
 access.py      who may use them
 overview.py    the fleet and requests, as they are now or as a stream of events
-shards.py      drains
-rollouts.py    rollouts of models, by the supervisor of this machine
+rollouts.py    rollouts of models, and shards that are drained
 objects.py     the types of their answers
 """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edge_http.admin.message_types import type_of
+from edge_http.admin.operations import type_of
 from kvloom.v1 import overview_pb2, router_service_pb2, supervisor_service_pb2
 from kvloom_common.overview.time_parts import WhereTimeWent
 

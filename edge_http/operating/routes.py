@@ -9,8 +9,7 @@ from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
 from edge_http.operating import objects
 from edge_http.operating.access import access
 from edge_http.operating.overview import explained_request, overview, overview_events
-from edge_http.operating.rollouts import list_rollouts, roll_back
-from edge_http.operating.shards import drain_shard
+from edge_http.operating.rollouts import drain_shard, list_rollouts, roll_back
 from edge_http.wire.headers import REQUEST_ID
 
 _ABOUT: Final = (

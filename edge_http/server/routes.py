@@ -25,10 +25,9 @@ from edge_http.endpoints.usage import usage
 from edge_http.openai import requests
 from edge_http.openai import response_objects as objects
 from edge_http.openai.embeddings import EmbeddingsBody
-from edge_http.openai.lora_adapters import LoadAdapterBody, UnloadAdapterBody
 from edge_http.openai.ranking import RerankBody, ScoreBody
 from edge_http.openai.responses.requests import CompactBody, StoredResponsesBody
-from edge_http.openai.tokenization import DetokenizeBody, TokenizeBody
+from edge_http.openai.tokenization import DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from edge_http.openapi.parameters import ANTHROPIC_LIMITS, GENERATION, OPENAI_LIMITS
 from edge_http.openapi.route import EVENT_STREAM, Handler, Route, Success
 from edge_http.sockets.connection import connect

@@ -9,8 +9,7 @@ option_help.py           the options of a request in `help()`
 credentials.py           how a client shows who it is: an API key, and TLS
 generate_request.py      the options of `Client.generate`, checked and turned into the wire's message
 conversation_options.py  the options of a conversation: messages, tools, and the choice among them
-embedding.py             `Embedding`, the vector of a text, and the requests for them
-moderation.py            `Moderation`, what the safety policy says of a text
+embedding.py             `Embedding`, the vector of a text, and the requests for them; and `Moderation`
 generation.py            `Delta`, what a caller reads, and the buffer in which deltas wait for the reader
 router_channels.py       unary calls to one of several routers
 resumed_call.py          `Generate` by RPC that survives lost connections and lost routers

@@ -27,12 +27,13 @@ from kvloom.client.embedding import (
     MAX_OPEN_EMBEDDINGS,
     Embedding,
     Input,
+    Moderation,
     PoolingName,
     embedding_requests,
+    moderations,
 )
 from kvloom.client.generate_request import GenerateOptions, build_request, name_as_option
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
-from kvloom.client.moderation import Moderation, moderations
 from kvloom.client.option_help import lists_options
 from kvloom.client.resumed_call import failover_deltas
 from kvloom.client.retries import MAX_RETRIES, retry_pause_seconds

@@ -1,4 +1,4 @@
-"""`Embedding`, the vector of one text, and the requests for embeddings as an SDK caller writes them."""
+"""`Embedding`, the vector of one text, with the requests for it as an SDK caller writes them; and `Moderation`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvloom.sampling import draw_seed
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Pooling, SequenceFinish
-from kvloom.v1.router_service_pb2 import GenerateRequest
+from kvloom.v1.router_service_pb2 import GenerateRequest, ModerateResponse
 
 MAX_INPUTS: Final = 2048
 MAX_OPEN_EMBEDDINGS: Final = 32
@@ -103,3 +103,23 @@ def _fields(inputs: Input | Sequence[Input]) -> list[tuple[str, Input]]:
     if len(several) < len(inputs):
         raise invalid_argument("inputs must not mix token ids with texts or lists of token ids.", "inputs")
     return [(f"inputs[{number}]", one) for number, one in enumerate(several)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moderation:
+    """The categories of the safety policy that a text belongs to. It is true if there is any."""
+
+    categories: tuple[str, ...]
+    """The categories of the rules that the text breaks, no matter if those are for prompts or for answers."""
+    known_categories: tuple[str, ...]
+    """All categories of the policy."""
+    policy_revision: str
+    """Identifies the version of the policy that was applied."""
+
+    def __bool__(self) -> bool:
+        return bool(self.categories)
+
+
+def moderations(answer: ModerateResponse) -> list[Moderation]:
+    known = tuple(answer.categories)
+    return [Moderation(tuple(result.categories), known, answer.policy_revision) for result in answer.results]

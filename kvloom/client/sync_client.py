@@ -20,10 +20,9 @@ from kvloom.client.answer import Answer
 from kvloom.client.client import Client
 from kvloom.client.credentials import TlsOptions
 from kvloom.client.delta_stream import DeltaStream
-from kvloom.client.embedding import Embedding, Input, PoolingName
+from kvloom.client.embedding import Embedding, Input, Moderation, PoolingName
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.client.generation import Delta
-from kvloom.client.moderation import Moderation
 from kvloom.client.option_help import lists_options
 from kvloom.enums import CancelOutcome
 from kvloom.v1 import router_service_pb2

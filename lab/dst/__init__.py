@@ -12,7 +12,6 @@ nodes/          routers, shards, clients and the safety service
 traffic.py      the clients' requests
 tenancy/        tenants with limits and budgets
 faults.py       the faults that strike by themselves
-registry_faults.py  those of the registry
 model_changes.py    models that are loaded and unloaded
 unloading.py    how the answers of a model are let end
 adapter_changes.py  adapters that are loaded, unloaded and replaced

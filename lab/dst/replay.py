@@ -12,8 +12,7 @@ from typing import Any
 from router.core.placement import built_in_policy
 from router.incidents.bundle import LoggedRun, parse, read_runs
 from router.incidents.checkpoint import restore
-from router.incidents.decided import decisions, raised
-from router.incidents.plain_events import from_plain
+from router.incidents.plain_events import decisions, from_plain, raised
 from tools.failures import CommandError
 
 

@@ -4,6 +4,5 @@ default. No prompt, no token and no answer is kept: lengths and block hashes sta
 plain_events.py    events as JSON, without their content, and back
 checkpoint.py      the state of a core, without content
 recorded_core.py   a core that logs its events and decisions
-decided.py         the decisions among a core's actions
 bundle.py          reads a log as a run that can be repeated
 """

@@ -21,8 +21,7 @@ from router.core.events import Event, Request, TextFilter
 from router.core.live import LiveRequest, StreamClient
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.incidents.checkpoint import checkpoint
-from router.incidents.decided import Decision, decisions, raised
-from router.incidents.plain_events import WitnessedCalls, WitnessedFilter, encode, to_plain
+from router.incidents.plain_events import Decision, WitnessedCalls, WitnessedFilter, decisions, encode, raised, to_plain
 
 log = structlog.get_logger()
 

@@ -7,8 +7,7 @@ up.py             up and down
 config_flags.py   the flags of up that set keys of the configuration
 launch.py         launches the fabric for up
 status.py         status
-restart.py        restart
-reload.py         reload
+restart.py        `kvloom reload` and `kvloom restart`
 backup.py         backup and restore
 drain.py          drain, undrain and scale-in
 logs.py           logs

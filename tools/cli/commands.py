@@ -19,7 +19,7 @@ from tools.cli.lazy_group import LazyGroup
             "status": "tools.cli.status:status",
             "top": "tools.cli.top:top",
             "restart": "tools.cli.restart:restart",
-            "reload": "tools.cli.reload:reload",
+            "reload": "tools.cli.restart:reload",
             "drain": "tools.cli.drain:drain",
             "undrain": "tools.cli.drain:undrain",
             "scale-in": "tools.cli.drain:scale_in",

@@ -28,8 +28,7 @@ from tools.gateway.kubernetes_api import KubernetesApi
 from tools.gateway.picker_service import SERVICE_NAME, Gateway
 from tools.gateway.pool import Pool, pool_of, read_pool
 from tools.gateway.prompts import PromptReader
-from tools.listener_options import check_listener, listener_options
-from tools.options import config_option, load_config_file, option
+from tools.options import check_listener, config_option, listener_options, load_config_file, option
 
 NAME: Final = "epp"
 MAX_CONCURRENT_RPCS: Final = 16_384

@@ -26,8 +26,7 @@ from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from tools.failures import CommandError
 from tools.fleet.members import FleetAccess
-from tools.listener_options import check_listener, listener_options
-from tools.options import Seconds, config_option, data_dir_option, option
+from tools.options import Seconds, check_listener, config_option, data_dir_option, listener_options, option
 from tools.scaler.policy import ScalingTargets
 from tools.scaler.servicer import ExternalScaler
 from tools.scaler.watch import FleetWatch

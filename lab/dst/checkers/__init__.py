@@ -2,24 +2,19 @@
 
 attempts.py    what may be dispatched to shards, and frames of attempts that are no longer current
 classes.py     declared classes: none starves, floors hold, no answer ends because it has to wait
-deadlines.py   deadlines and the timer that enforces them
-delivery.py    what clients read: every token, all of the text, well-formed frames
-ends.py        how requests end: once, metered exactly, and for a reason
-fairness.py    who is preempted for other tenants, and what is left to them
-fleet.py       the fleet reports that clients get
+delivery.py    what clients read: tokens, text and frames, also from the result cache
+ends.py        how requests end, and their deadlines
+fairness.py    who may be preempted, and guaranteed shares of cached blocks
 handoffs.py    prompts that one shard computes for the answer of another
 health.py      hung and draining shards, and the bounds of suspicion
-kv_shares.py   guaranteed shares of cached blocks
 limits.py      budgets, rates, leases, charges and claims, in seeds with limits
-integrity.py   the core's own consistency check
 models.py      shards of several models, and models that are loaded and unloaded
 brownout.py    degraded requests
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
-registry.py    shards are found by their records, and no other process is used
-result_cache.py  answers from the result cache
+registry.py    which processes are used as shards, and fleet reports
 rollouts.py    which version requests get while a new one is rolled out, and that nobody suffers
-quiescence.py  the state of the routers when nothing is in flight
+quiescence.py  the core's own check, and what routers hold when nothing is in flight
 safety.py      unsafe text is not delivered
 """
 
@@ -40,15 +35,11 @@ from lab.dst.checkers.attempts import (
 )
 from lab.dst.checkers.brownout import BrownoutAtAdmission
 from lab.dst.checkers.classes import ClassesAge, FloorsKept, SchedulingEndsNothing
-from lab.dst.checkers.deadlines import DeadlinesKept
-from lab.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
-from lab.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
-from lab.dst.checkers.fairness import PreemptionsJustified, ReserveKept
-from lab.dst.checkers.fleet import FleetReported
+from lab.dst.checkers.delivery import AnswersComplete, CachedAnswersOwn, FramesWellFormed, TextIntact, TokensExact
+from lab.dst.checkers.ends import DeadlinesKept, EndsJustified, EndsOnce, MeteredIsDelivered
+from lab.dst.checkers.fairness import KvSharesKept, PreemptionsJustified, ReserveKept
 from lab.dst.checkers.handoffs import HandoffsCollected, HandoffsKept, LegsFit
 from lab.dst.checkers.health import DrainedShardsEmpty, HungShardsAbandoned, SuspicionBounded
-from lab.dst.checkers.integrity import Integrity
-from lab.dst.checkers.kv_shares import KvSharesKept
 from lab.dst.checkers.limits import (
     BudgetsKept,
     ChargesExact,
@@ -66,9 +57,8 @@ from lab.dst.checkers.overload import (
     TiersKept,
 )
 from lab.dst.checkers.queueing import NoIdleWait, NoStarvation, NoWaitBesideIdle, QueueBound
-from lab.dst.checkers.quiescence import IndexExact, LoadExact
-from lab.dst.checkers.registry import RecordsFollowed, ShardsFound
-from lab.dst.checkers.result_cache import CachedAnswersOwn
+from lab.dst.checkers.quiescence import IndexExact, Integrity, LoadExact
+from lab.dst.checkers.registry import FleetReported, RecordsFollowed, ShardsFound
 from lab.dst.checkers.rollouts import (
     RolloutsEnd,
     RolloutsHarmless,

@@ -1,17 +1,19 @@
-"""Checks what clients read: every token, all of the text, well-formed frames."""
+"""Checks what clients read: every token, all of the text, well-formed frames; also from the result cache."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from lab.dst import script
 from lab.dst.checker import Checker
-from lab.dst.observed import ObservedChoice
+from lab.dst.nodes.router_node import content_of
+from lab.dst.observed import ObservedChoice, ObservedRequest
 from lab.dst.views import AnswerView, ClientStreamView, SimulatedRouterView
-from router.core.actions import Action, SendStep
+from router.core.actions import Action, RequestEnded, SendStep
 from router.core.events import Event
 from router.core.frames import Finish, Step
 
@@ -117,3 +119,29 @@ class AnswersComplete(Checker):
             limit = request.max_tokens if choice.limit is None else choice.limit
             if num_tokens != limit:
                 self.fail(f"{request.request_id} ended at length {num_tokens}, its limit was {limit}")
+
+
+_COMPLETE: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
+
+
+class CachedAnswersOwn(Checker):
+    """A tenant gets a cached answer only to what it has asked for itself, under the same policy, and only if it got the
+    whole answer then."""
+
+    invariant = "cached_answers_own"
+
+    def __init__(self) -> None:
+        self._answered: set[tuple[object, ...]] = set()
+
+    def on_ended(self, node: SimulatedRouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        if observed is None or not observed.request.is_cacheable:
+            if end.is_result_cache_hit:
+                self.fail(f"{end.request_id} got a cached answer, which it may not have")
+            return
+        request = observed.request
+        indexes = tuple(choice.spec.index for choice in observed.choices)
+        asked = (node.name, request.tenant, observed.policy, indexes, *content_of(request))
+        if end.is_result_cache_hit and asked not in self._answered:
+            self.fail(f"{end.request_id} of {request.tenant} got an answer that was not given to it before")
+        if end.reason in _COMPLETE:
+            self._answered.add(asked)

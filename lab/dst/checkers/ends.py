@@ -1,4 +1,4 @@
-"""How requests end: once, metered exactly, and for a reason."""
+"""Checks how requests end: once, metered exactly, for a reason, and by their deadline."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from lab.dst import script
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedChoice, ObservedRequest, State, eligible
 from lab.dst.views import AnswerView, SimulatedRouterView, WorldView
-from router.core.actions import Action, RequestEnded
-from router.core.events import Event, RequestCancelled, SlotsCancelled
+from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.events import Event, RequestArrived, RequestCancelled, SlotsCancelled, Tick
 from router.core.frames import Finish
 from router.core.relay.lifecycle import MAX_STRIKES
 
@@ -180,3 +180,42 @@ _CAUSES: Final[dict[int, Callable[[SimulatedRouterView, ObservedChoice], bool]]]
     ErrorReason.ERROR_REASON_ENGINE_FAILED: _failed_everywhere,
     ErrorReason.ERROR_REASON_REQUEST_QUARANTINED: lambda _node, choice: choice.num_strikes >= MAX_STRIKES,
 }
+
+
+class DeadlinesKept(Checker):
+    """After a tick no overdue request is left, and the next tick is requested in time. An overdue request is not
+    dispatched."""
+
+    invariant = "deadlines_kept"
+
+    def on_dispatch(self, node: SimulatedRouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+        if observed is None:
+            return
+        deadline = observed.deadline if observed.was_dispatched else min(observed.deadline, observed.queue_deadline)
+        if observed is not node.witness.arriving and node.now >= deadline:
+            self.fail(
+                f"{observed.request.request_id} was dispatched at {node.now:.3f}, its deadline was {deadline:.3f}"
+            )
+
+    def on_prefill_chunk(
+        self, node: SimulatedRouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
+    ) -> None:
+        self.on_dispatch(node, observed, prefill_chunk)
+
+    def on_prefill_leg(self, node: SimulatedRouterView, observed: ObservedRequest | None, leg: SubmitAttempt) -> None:
+        self.on_dispatch(node, observed, leg)
+
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
+        if not isinstance(event, Tick | RequestArrived):
+            return
+        now, earliest = node.now, float("inf")
+        for observed in node.witness.live.values():
+            deadline = observed.deadline
+            if observed.is_waiting and not observed.was_dispatched:
+                deadline = min(deadline, observed.queue_deadline)
+            earliest = min(earliest, deadline)
+            if isinstance(event, Tick) and deadline <= now:
+                self.fail(f"{observed.request.request_id} is still live at {now:.3f}, its deadline was {deadline:.3f}")
+        next_tick = node.core.next_deadline()
+        if node.witness.live and (next_tick is None or next_tick > earliest):
+            self.fail(f"the next tick is asked for at {next_tick}, a deadline is at {earliest:.3f}")

@@ -1,4 +1,4 @@
-"""The state of the routers when nothing is in flight."""
+"""Checks the core's own consistency, and the state of the routers when nothing is in flight."""
 
 from __future__ import annotations
 
@@ -59,3 +59,35 @@ class LoadExact(Checker):
                     load = (score.num_running, score.num_waiting, score.num_queued_prefill_tokens)
                     if not score.filtered_reason and any(load):
                         self.fail(f"{score.shard_id} is idle; {node.name} estimates running, waiting, prefill {load}")
+
+
+class Integrity(Checker):
+    """The assertions of `RouterCore.check_integrity` hold: a reservation is released exactly once, no load estimate is
+    negative, and every index of slots and requests is consistent.
+
+    They scan the whole state and cost more than all the rest, so they run only after every third message. The time is
+    better spent on more seeds."""
+
+    invariant = "integrity"
+
+    def __init__(self) -> None:
+        self._num_messages = 0
+
+    def integrity(self, node: SimulatedRouterView) -> None:
+        self._num_messages += 1
+        if self._num_messages % 3 == 0:
+            self._check(node)
+
+    def on_quiescence(self, world: WorldView) -> None:
+        for node in world.nodes:
+            self._check(node)
+
+    def _check(self, node: SimulatedRouterView) -> None:
+        try:
+            node.core.check_integrity()
+        except AssertionError as error:
+            traceback = error.__traceback__
+            while traceback is not None and traceback.tb_next is not None:
+                traceback = traceback.tb_next
+            place = "" if traceback is None else f" ({traceback.tb_frame.f_code.co_name}:{traceback.tb_lineno})"
+            self.fail(f"{error or 'an assertion of check_integrity'}{place}")

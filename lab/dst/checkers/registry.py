@@ -1,4 +1,4 @@
-"""Shards are found by their records, and only the process that a record names is used."""
+"""Checks that shards are found by their records, as the processes that these name, and the fleet reports of clients."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Final
 from lab.dst.checker import Checker
 from lab.dst.observed import ObservedRequest
 from lab.dst.views import SimulatedRouterView, WorldView
-from router.core.actions import Action, SubmitAttempt
-from router.core.events import Event, ShardUp
+from router.core.actions import Action, FleetChanged, SubmitAttempt
+from router.core.events import Event, LoadReported, ShardDown, ShardUp
 
 FOUND_SECONDS: Final = 8.0
 """Two polls of the registry, a partition, and the longest pause between two attempts to connect."""
@@ -74,3 +74,29 @@ class RecordsFollowed(Checker):
         connected = node.witness.shards[attempt.shard_id].description.incarnation_id
         if named not in (None, connected) and self._connected_blindly.get((node, attempt.shard_id)) != connected:
             self.fail(f"{node.name} uses {connected} although the record names {named}")
+
+
+class FleetReported(Checker):
+    """Clients know how many shards of each model are ready: every change is reported, and nothing else."""
+
+    invariant = "fleet_reported"
+
+    def __init__(self) -> None:
+        self._reported: dict[SimulatedRouterView, FleetChanged] = {}
+
+    def after_event(self, node: SimulatedRouterView, event: Event, actions: Sequence[Action]) -> None:
+        reports = [action for action in actions if isinstance(action, FleetChanged)]
+        for report in reports:
+            if report == self._reported.get(node):
+                self.fail(f"{node.name} reported the same fleet twice")
+            self._reported[node] = report
+        if not reports and not isinstance(event, ShardUp | ShardDown | LoadReported):
+            return
+        witness = node.witness
+        ready = dict.fromkeys(witness.models, 0)
+        for shard in witness.shards.values():
+            ready[shard.description.model] += not shard.is_draining
+        state = self._reported.get(node)
+        known = {} if state is None else {model.name: model.num_ready_shards for model in state.models}
+        if known != ready:
+            self.fail(f"{node.name} has ready shards {ready}, its clients know of {known}")

@@ -9,6 +9,5 @@ registry.py      the registry, where shards announce themselves
 fleet_reader.py  a router's end of it: the real decisions about links
 safety.py        the safety service and its streams
 client.py        the stream between a client and a router
-result_cache.py  the cache of a router
 router_node.py   a router process: the real core in a simulated shell
 """

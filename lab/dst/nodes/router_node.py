@@ -1,18 +1,20 @@
-"""A router process: the real core inside a simulated service shell."""
+"""A router process: the real core and the real result cache inside a simulated service shell."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvloom.errors import KvloomError
+from kvloom_common.config import ResultCacheConfig
+from lab.dst import script
 from lab.dst.checker import Violation
 from lab.dst.environment import Environment
 from lab.dst.nodes.client import ClientStream
 from lab.dst.nodes.fleet_reader import FleetReader
-from lab.dst.nodes.result_cache import new_keeper
 from lab.dst.nodes.safety import SimSafety, SimulatedSafetyStream
 from lab.dst.nodes.shard import SimulatedShard
 from lab.dst.nodes.shard_stream import ShardStream
@@ -43,6 +45,7 @@ from router.core.core import RouterCore
 from router.core.events import (
     DrainEnded,
     Event,
+    Request,
     RequestArrived,
     SafetyDown,
     SafetyUp,
@@ -51,7 +54,42 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core.placement import POLICIES
+from router.features.fingerprints import ModelFingerprint
+from router.features.result_cache.cache import ResultCache
+from router.features.result_cache.stored_answer import StoredChoice
 from router.features.result_recorder import ResultRecorder
+
+TTL_SECONDS = 2.0
+
+
+def new_keeper(policy_revision: Callable[[], str | None], now: Callable[[], float]) -> ResultRecorder:
+    """With a cache so small that answers are evicted, and expire."""
+    config = ResultCacheConfig(enabled=True, ttl_seconds=TTL_SECONDS)
+    cache = ResultCache(config, b"", _pieces, key_of=_key, max_entries=6)
+    return ResultRecorder(cache, None, policy_revision, now)
+
+
+def _key(_secret: bytes, scope: str, fingerprint: ModelFingerprint, policy_revision: str, request: Request) -> bytes:
+    indexes = [spec.index for spec in request.choices]
+    parts = (scope, fingerprint, policy_revision, *content_of(request), indexes)
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def content_of(request: Request) -> tuple[object, ...]:
+    """Returns what a request asks for."""
+    assert isinstance(request.sampling, script.ScriptedSampling)
+    prompt = tuple(request.prompt_token_ids), request.prompt_text
+    return request.model, request.adapter, *prompt, request.sampling.script_key, request.max_tokens
+
+
+def _pieces(_request: Request, choice: StoredChoice) -> Sequence[str] | None:
+    """Returns the pieces of text that a shard sends: see script.text_shown."""
+    tokens = choice.token_ids
+    texts = [script.text_shown(tokens, count + 1, is_final=count + 1 == len(tokens)) for count in range(len(tokens))]
+    if not texts or len(texts[-1]) != choice.num_chars:
+        return None
+    return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]
+
 
 MIN_TICK_SECONDS = 0.001
 

@@ -1,7 +1,8 @@
-"""One sequence on a modelled shard."""
+"""One sequence on a modelled shard, and those that decode, kept as sums: a step costs the same for any number."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
@@ -77,3 +78,61 @@ class ShardSequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_prompt_tokens - self.num_computed_tokens
+
+
+class DecodeBatch:
+    """Counts the steps of the shard. Every sequence gets one token per step."""
+
+    def __init__(self, num_routers: int) -> None:
+        self.num_sequences = 0
+        self.num_context_tokens = 0
+        """Prompt tokens and output tokens so far."""
+        self.num_sequences_of = [0] * num_routers
+        self.num_context_tokens_of = [0] * num_routers
+        self._step = 0
+        """The number of steps that have ended."""
+        self._ends: list[tuple[int, int, ShardSequence]] = []
+        """A heap by end_step and then by order of joining. Sequences that left early stay in it until their
+        end_step."""
+        self._num_joined = 0
+
+    def join(self, sequence: ShardSequence) -> None:
+        """Add a sequence that has its first token."""
+        sequence.end_step = self._step + sequence.num_output_tokens - 1
+        self._num_joined += 1
+        heapq.heappush(self._ends, (sequence.end_step, self._num_joined, sequence))
+        self._count(sequence, 1, sequence.num_prompt_tokens + 1)
+
+    def leave(self, sequence: ShardSequence) -> None:
+        """Remove a sequence, at its end or before."""
+        assert sequence.end_step is not None
+        num_generated = sequence.num_output_tokens - (sequence.end_step - self._step)
+        self._count(sequence, -1, -(sequence.num_prompt_tokens + num_generated))
+        sequence.end_step = None
+
+    def advance(self, num_steps: int) -> list[ShardSequence]:
+        """Give every sequence `num_steps` tokens. Returns the complete ones, which the caller must remove."""
+        self._step += num_steps
+        self.num_context_tokens += num_steps * self.num_sequences
+        for index, num_sequences in enumerate(self.num_sequences_of):
+            self.num_context_tokens_of[index] += num_steps * num_sequences
+        done: list[ShardSequence] = []
+        ends, step = self._ends, self._step
+        while ends and ends[0][0] <= step:
+            end_step, _, sequence = heapq.heappop(ends)
+            if sequence.end_step == end_step:
+                done.append(sequence)
+        return done
+
+    def count_steps_to_end(self) -> int:
+        """The number of steps until the first sequence is complete. There must be a sequence."""
+        ends = self._ends
+        while ends[0][2].end_step is None:
+            heapq.heappop(ends)
+        return ends[0][0] - self._step
+
+    def _count(self, sequence: ShardSequence, num_sequences: int, num_context_tokens: int) -> None:
+        self.num_sequences += num_sequences
+        self.num_context_tokens += num_context_tokens
+        self.num_sequences_of[sequence.router_index] += num_sequences
+        self.num_context_tokens_of[sequence.router_index] += num_context_tokens

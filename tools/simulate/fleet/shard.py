@@ -14,14 +14,12 @@ import dataclasses
 import math
 
 from router.core.events import ShardLoad
-from tools.simulate.fleet.decode_batch import DecodeBatch
 from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed
 from tools.simulate.fleet.kv_cache import ModelledKvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
 from tools.simulate.fleet.profile import Profile
-from tools.simulate.fleet.sequence import ShardSequence
-from tools.simulate.fleet.step_speed import ModelledStepSpeed
-from tools.simulate.fleet.step_time import DecodeRun, decode_run, prefill_step_seconds
+from tools.simulate.fleet.sequence import DecodeBatch, ShardSequence
+from tools.simulate.fleet.step_time import DecodeRun, ModelledStepSpeed, decode_run, prefill_step_seconds
 
 
 @dataclasses.dataclass(slots=True)
