@@ -53,21 +53,22 @@ class AttentionScratch(NamedTuple):
     configuration: _Array
 
 
-@jit()
 def _num_query_rows(shape: Any) -> Any:
     return (PIECE_TOKENS * shape.group_size + TILE - 1) // TILE * TILE * shape.num_kv_heads
 
 
-@jit()
-def scratch_bytes(shape: Any) -> Any:
+_compiled_num_query_rows = jit()(_num_query_rows)
+
+
+def scratch_bytes(shape: AttentionShape) -> int:
     """The size of a Scratch: a multiple of 64, as are all its parts. The memory must be zeros initially, because
-    products also read parts that were never written."""
+    products also read parts that were never written. Python calls it: numba would compile it at every start."""
     return _num_query_rows(shape) * (8 * shape.head_dim + 8) + 6 * TILE * CHUNK + 8 * CHUNK // TILE + 64
 
 
 @jit()
 def scratch_at(address: Any, shape: Any) -> Any:
-    rows, dim = _num_query_rows(shape), shape.head_dim
+    rows, dim = _compiled_num_query_rows(shape), shape.head_dim
     sums = address + 4 * rows * dim
     tops = sums + 4 * rows * dim
     totals = tops + 4 * rows
