@@ -69,7 +69,7 @@ class Engine:
             size = draw.randint(1, 5)
             portion, words = words[:size], words[size:]
             request.tokens("".join(portion), token_ids=[65] * len(portion))
-            await asyncio.sleep(draw.random() * 0.05)
+            await asyncio.sleep(draw.random() * 0.05)  # sleep: an engine takes its time
         request.finish()
 
 
@@ -81,7 +81,7 @@ async def created(world: EdgeWorld) -> str:
         if status == 200:
             return answer["id"]
         assert status == 503, answer
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # sleep: a client that asks again
 
 
 def without_comments(block: bytes) -> bytes:
@@ -104,7 +104,7 @@ async def read_on(world: EdgeWorld, response_id: str, events: list[bytes], num_k
 async def read_through(world: EdgeWorld, response_id: str, events: list[bytes]) -> None:
     while not events or LAST not in events[-1]:
         await read_on(world, response_id, events)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # sleep: a client that asks again
 
 
 async def check(world: EdgeWorld, response_id: str, events: list[bytes], seeds: list[int]) -> None:

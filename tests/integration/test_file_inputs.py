@@ -6,7 +6,6 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -16,8 +15,10 @@ from tests.fakes.edge_world import edge_world
 from tests.fakes.fake_control import SEARCH_KEY
 from tests.fakes.fake_router_link import answer
 from tests.fakes.state_world import StateWorld, state_world
+from tests.lazy_imports import imported_when_used
 from tests.waiting import eventually
 
+anthropic = imported_when_used("anthropic")
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share their world
 
 TEXT = "The Jacquard loom reads punched cards."

@@ -25,13 +25,12 @@ PAGE = REPOSITORY / "docs" / "how-to" / "gateway.md"
 
 def configuration(world: GatewayWorld, port: int, changes: Mapping[str, str]) -> str:
     """The page's configuration with the ports of this test."""
-    found = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
+    (found,) = (part for part in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "port_value" in part)
     addresses = [world.address, *(engine.address for engine in world.engines)]
     ports = {"8080": str(port)} | {
         old: address.rpartition(":")[2] for old, address in zip(("9002", "8001", "8002"), addresses, strict=True)
     }
-    text = re.sub(r"(?<=port_value: )\d+", lambda match: ports.pop(match[0]), found[1])
+    text = re.sub(r"(?<=port_value: )\d+", lambda match: ports.pop(match[0]), found)
     assert not ports
     for old, new in {"interval: 1s": "interval: 0.05s", **changes}.items():
         assert old in text

@@ -78,7 +78,7 @@ def test_the_log_of_failures_is_bounded() -> None:
         ("Acme = dict", "is no router.core.placement.Policy"),
         (
             "from router.core.placement.policy import Policy\n"
-            "class Acme(Policy):\n    def costs(self, arrival, candidates) -> Any: return []\n",
+            "class Acme(Policy):\n    def costs(self, arrival, candidates): return []\n",
             "does not name its `terms`",
         ),
     ],

@@ -21,8 +21,9 @@ SERVERS: Final = frozenset(
 ASKS_A_FABRIC: Final = frozenset({"grpc", "google", "structlog", "rich", "asyncio", "psutil"})
 MAX_MODULES: Final = 560
 """Of a command that asks a fabric: half of them are those of Python, click, gRPC and rich."""
-COMMANDS: Final = ("status", "drain", "reload", "up", "keys", "tenants.orgs")
-"""The modules of what operators ask for many times a day; that of `up` has `down`, and imports what it starts later."""
+COMMANDS: Final = ("status", "drain", "restart", "up", "keys", "tenants.orgs")
+"""The modules of what operators ask for many times a day; that of `up` has `down`, and imports what it starts later,
+that of `restart` has `reload`."""
 
 
 def imported_by(module: str) -> set[str]:

@@ -37,7 +37,9 @@ class Started:
         self.stepped = threading.Semaphore(0)
         self.before_run: Callable[[list[Any]], None] = lambda batch: None
         config = {"block_size": 4, "num_blocks": 64, "max_batch": 8, "max_waiting": 8} | config
-        self.engine = TorchEngine(Path(), "fake", ShardConfig(**config), load_runner=self._load)
+        self.engine = TorchEngine(
+            *(Path(), "fake", ShardConfig(**config)), load_runner=self._load, max_loaded_adapters=0
+        )
 
     def _load(self, model_dir: Path, **options: Any) -> Any:
         self.runner = FakeModelRunner(model_dir, **options)
