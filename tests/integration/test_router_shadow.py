@@ -191,8 +191,9 @@ async def test_what_cannot_be_compared_is_skipped_with_a_reason(shadowed: Shadow
     assert shadowed.skipped("choices") == 1
     await ask(shadowed, link, max_tokens=20)
     assert shadowed.skipped("too_long") == 1
+    shadowed.shadow(max_tokens=2000)
     answer = Answer()
-    handle = link.submit(link_request(PROMPT, 12, model=MODEL), answer)
+    handle = link.submit(link_request(PROMPT, 2000, model=MODEL), answer)  # it does not end before it is cancelled
     await eventually(lambda: answer.token_ids[0], "the first token")
     link.cancel(handle)
     await eventually(lambda: shadowed.skipped("unfinished"), "the skip of a cancelled answer")
