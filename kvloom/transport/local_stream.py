@@ -97,6 +97,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._num_waiting_bytes -= len(frame)
         if self._is_paused and self._num_waiting_bytes < MAX_WAITING_BYTES // 2 and self._transport is not None:
             self._is_paused = False
+            self._pinged_at = 0.0  # the peer may have answered, which was not read
             self._transport.resume_reading()
         try:
             return self._parse(frame)
@@ -119,6 +120,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
                 self._hand_over(frame, on_message)
             if self._is_paused and self._transport is not None:
                 self._is_paused = False
+                self._pinged_at = 0.0  # the peer may have answered, which was not read
                 self._transport.resume_reading()
             if self._status is None:
                 await over
