@@ -13,7 +13,6 @@ process_counters.py  CPU time, context switches and memory of processes
 train_adapter.py  trains a small LoRA adapter, for demonstrations and tests
 shallow_model.py  the first layers of a model, for tests and measurements
 damaged_model.py  a copy of a model with one damaged layer, to see what finds it
-many_shards.py  several simulated shards in one process
 pages.py      tables in Markdown, and their places in documentation pages
 study/        `kvloom-lab bench routing`: the tables of placement policies in the docs
 """

@@ -8,6 +8,7 @@ fleet/               what commands see of all machines of a fabric
 supervisor/          runs the processes of a fabric
 models/              finds, registers and prepares models
 colocated.py         an edge with a router inside
+many_shards.py       several simulated shards in one process
 audit/               `kvloom audit`: the log of what the safety policy has found
 safety/              `kvloom safety`: what a policy would do with recorded requests
 receipts/            `kvloom receipts`: saves receipts of answers, and computes the answers again

@@ -16,7 +16,6 @@ from kvloom_common.config.tensorrt_llm import TensorRtLlmConfig
 class SimConfig(Section):
     """The timing of the simulated engine."""
 
-    moved = always(shards_per_process="1")
     step_ms: Annotated[float, Meta(ge=0), Flag("sim-step-ms", "The duration of a step of the sim engine.")] = 20.0
     prefill_tokens_per_second: Annotated[
         PositiveFloat, Flag("sim-prefill-tokens-per-second", "The prefill speed of the sim engine.")
@@ -33,6 +32,8 @@ class SimConfig(Section):
     """How long it takes to load an adapter."""
     answer_seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     """Models with different ones answer the same prompt differently, so that a test can tell which one has answered."""
+    shards_per_process: Annotated[PositiveInt, AT_START] = 1
+    """How many shards `kvloom up` puts into one process, for fleets of hundreds on one machine."""
 
 
 class SpeculationConfig(Section):

@@ -26,6 +26,8 @@ class EngineKind:
     """False for an engine that reads a model's tokenizer and configuration only."""
     is_on_cpu: Callable[[ShardConfig], bool] = lambda _: False
     """Returns True when the engine computes in host memory, so that another one fits where the machine has memory."""
+    shards_per_process: Callable[[ShardConfig], int] | None = None
+    """Returns how many shards share one process. None: each has its own."""
     needs_nvidia_gpu: bool = False
     needs_model_dir: bool = False
     """True for an engine that takes a model only as a directory, not by the name of a registered one."""
@@ -53,6 +55,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         factory="shard_server.engines.built_in:sim_engine",
         reads_weights=False,
         is_on_cpu=lambda _: True,
+        shards_per_process=lambda shard: shard.sim.shards_per_process,
         shorten_steps=_shorten_sim_steps,
     ),
     "tensorrt_llm": EngineKind(
@@ -70,6 +73,12 @@ _OF_PLUGINS: Final = EngineKind()
 def engine_kind(name: str) -> EngineKind:
     """Returns the description of an engine; that of a plugin's is the same for all."""
     return BUILT_IN.get(name, _OF_PLUGINS)
+
+
+def shards_per_process(shard: ShardConfig) -> int:
+    """Returns how many shards of this configuration share one process, at least 1."""
+    count = engine_kind(shard.engine).shards_per_process
+    return count(shard) if count else 1
 
 
 def imported(reference: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from kvloom_common.config import KvloomConfig, ShardConfig
 from kvloom_common.models.configured import configured_models, model_label, shard_config
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec, launched_command
 from tools.supervisor.shared_port import SharedPort
@@ -100,8 +101,8 @@ def plan_stages(
         names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router(name), starts_first=True) for name in names]
     if "shard" in roles:
-        for name, args, model, launcher in _shards(config, lambda name: metrics("shard", name)):
-            services.append(service("shard", "shard_server", name, args, model=model, launcher=launcher))
+        for module, name, args, model, launcher in _shards(config, lambda name: metrics("shard", name)):
+            services.append(service("shard", module, name, args, model=model, launcher=launcher))
     if "orchestrator" in roles:
         name = f"{prefix}orchestrator"
         # As with control, its successor waits for it.
@@ -150,20 +151,21 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
         *(("edge", name) for name in edges),
         *((role, f"{prefix}{role}") for role in possible_roles(config) if role in ("control", "orchestrator")),
     ]
-    order += [("shard", name) for name in models_of_shards(config)]
+    order += [("shard", name) for module, name, *_ in _shards(config, lambda _: ()) if module == "shard_server"]
     roles = started_roles(config)
     started = [(role, name) for role, name in order if ("edge" if name in edges else role) in roles]
     return {process: config.metrics.port + number for number, process in enumerate(started)}
 
 
 def models_of_shards(config: KvloomConfig) -> dict[str, str]:
-    """The model of each shard, by its name."""
-    return {shard.name: shard.model for shard in _shards(config, lambda _: ())}
+    """The model of each shard that has a process of its own, by its name."""
+    return {name: model for module, name, _, model, _ in _shards(config, lambda _: ()) if module == "shard_server"}
 
 
 class _Shard(NamedTuple):
-    """The process of a shard."""
+    """A process with one shard or several."""
 
+    module: str
     name: str
     args: Sequence[str]
     model: str
@@ -184,10 +186,17 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         # The shards of [model] have its name neither in theirs nor among their arguments.
         label = "" if model is config.model else model.name
         chosen = ("--model", label) if label else ()
-        for number in range(settings.num_started):
-            name = shard_name(number, prefix, label)
-            args = (*chosen, *_role(settings, number), *metrics(name))
-            shards.append(_Shard(name, args, model.name, tuple(settings.launcher)))
+        num_shards, per_process = settings.num_started, shards_per_process(settings)
+        if per_process == 1:
+            for number in range(num_shards):
+                name = shard_name(number, prefix, label)
+                args = (*chosen, *_role(settings, number), *metrics(name))
+                shards.append(_Shard("shard_server", name, args, model.name, tuple(settings.launcher)))
+            continue
+        for first in range(0, num_shards, per_process):
+            name = shard_name(first, prefix, label).replace("shard-", "shards-", 1)
+            count = ("--first", str(first), "--count", str(min(per_process, num_shards - first)))
+            shards.append(_Shard("tools.many_shards", name, (*chosen, *count), model.name))
     return shards
 
 

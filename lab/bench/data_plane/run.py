@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import shutil
 import statistics
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +16,7 @@ import msgspec
 from kvloom_common.config import KvloomConfig, ModelConfig
 from lab.bench.data_plane.client import drive
 from lab.bench.data_plane.workloads import Workload
-from tools.fabric_trust import trust_of_running
 from tools.supervisor.child_fabric import child_fabric
-from tools.supervisor.readiness import not_ready_reasons
 from tools.supervisor.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")
@@ -28,7 +24,6 @@ OURS: Final = ("edge", "router", "safety")
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
 _COUNTED: Final = (*OURS, "orchestrator", GATEWAY)
-_SHARDS_TIMEOUT_SECONDS: Final = 60.0
 _WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
@@ -42,7 +37,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     num_routers: int = 1
     num_shards: int = 2
     shards_per_process: int = 1
-    """1, or all of them (lab/many_shards.py)."""
     colocate: bool = False
 
 
@@ -66,18 +60,6 @@ def run_bench(plan: BenchPlan, on_progress: Callable[[str], None] = lambda _: No
     return reports
 
 
-@contextlib.asynccontextmanager
-async def measured_fabric(plan: BenchPlan, workload: Workload, data_dir: Path) -> AsyncIterator[str]:
-    """Yields the URL of a fabric whose routers know all shards, also those that share a process."""
-    async with child_fabric(fabric_config(plan, workload, data_dir), data_dir) as url:
-        folder = RunFolder(data_dir)
-        async with asyncio.timeout(_SHARDS_TIMEOUT_SECONDS):
-            trust = trust_of_running(folder)
-            while await not_ready_reasons(folder.require_running().processes, plan.layout.num_shards, trust):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        yield url
-
-
 async def _run_on_fresh_fabric(
     plan: BenchPlan, workloads: Sequence[Workload], on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
@@ -86,7 +68,7 @@ async def _run_on_fresh_fabric(
     is_log_wanted = True
     try:
         on_progress(f"starting a fabric (engine step {workloads[0].step_ms:g} ms)")
-        async with measured_fabric(plan, workloads[0], data_dir) as url:
+        async with child_fabric(fabric_config(plan, workloads[0], data_dir), data_dir) as url:
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
                 for warm_up in warm_ups(workloads[0]):
@@ -123,9 +105,7 @@ def fabric_config(plan: BenchPlan, workload: Workload, data_dir: Path) -> Kvloom
     config.edge.num_edges, config.edge.colocate = plan.layout.num_edges, plan.layout.colocate
     config.router.num_routers = plan.layout.num_routers
     config.shard.num_shards = plan.layout.num_shards
-    if plan.layout.shards_per_process > 1:
-        config.shard.num_shards = 1
-        config.shard.launcher = [sys.executable, "-P", "-m", "lab.many_shards", "--count", str(plan.layout.num_shards)]
+    config.shard.sim.shards_per_process = plan.layout.shards_per_process
     config.shard.max_batch = 4096
     config.shard.num_blocks = 65_536
     config.shard.max_prefill_tokens_per_step = 1 << 20

@@ -18,15 +18,16 @@ from lab.bench.data_plane.client import drive
 from lab.bench.data_plane.run import (
     BenchPlan,
     Layout,
+    fabric_config,
     fabric_pids,
     figures_of,
-    measured_fabric,
     pace_of,
     report_of,
     warm_ups,
 )
 from lab.bench.data_plane.workloads import Workload
 from lab.process_counters import cpu_microseconds, rss_bytes
+from tools.supervisor.child_fabric import child_fabric
 
 MAX_SHARD_PROCESSES: Final = 4
 """With more shards than this, all are simulated in one process: the cost of hundreds of processes is another question.
@@ -97,7 +98,7 @@ async def _measure(plan: BenchPlan, workloads: Sequence[Workload], seed: int) ->
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
         data_dir = Path(home)
         began = time.monotonic()
-        async with measured_fabric(plan, workloads[0], data_dir) as url:
+        async with child_fabric(fabric_config(plan, workloads[0], data_dir), data_dir) as url:
             ready_seconds = time.monotonic() - began
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from kvloom_common.config import ModelConfig
-from lab.bench.data_plane.run import BenchPlan, Layout, fabric_config, figures_of, report_of
+from kvloom_common.config import KvloomConfig, ModelConfig
+from lab.bench.data_plane.run import BenchPlan, figures_of, report_of
 from lab.bench.data_plane.scale import GRID, Standing, parse_layout
 from lab.bench.data_plane.scale_table import scale_table
 from lab.bench.data_plane.workloads import WORKLOADS
 from tools.supervisor.process_specs import plan_stages
 
 
-def shard_commands(num_shards: int, shards_per_process: int) -> list[tuple[str, ...]]:
-    layout = Layout(num_shards=num_shards, shards_per_process=shards_per_process)
-    plan = BenchPlan(model=ModelConfig(), workloads=[], layout=layout)
-    config = fabric_config(plan, WORKLOADS["W1"], Path())
+def shard_processes(num_shards: int, shards_per_process: int) -> list[tuple[str, ...]]:
+    """Their arguments behind the configuration file's."""
+    config = KvloomConfig()
     config.redis.url = "redis://127.0.0.1:1/0"
+    config.shard.engine = "sim"
+    config.shard.num_shards, config.shard.sim.shards_per_process = num_shards, shards_per_process
     [services] = plan_stages(config, config_path=Path("kvloom.json"), embed_redis=False, start_timeout_seconds=1.0)
-    return [spec.argv for spec in services if spec.role == "shard"]
+    return [spec.argv[3:] for spec in services if spec.role == "shard"]
 
 
 def test_few_shards_are_processes_and_many_share_one() -> None:
@@ -40,12 +41,15 @@ def test_a_layout_that_is_none_is_refused(text: str) -> None:
 
 
 def test_every_shard_is_in_exactly_one_process() -> None:
-    """Either each has its own, or one process, in place of the only one that is started, has all of them."""
-    own = shard_commands(3, 1)
-    assert [argv[3] for argv in own] == ["shard_server"] * 3
-    [shared] = shard_commands(10, 10)
-    assert shared[3:6] == ("lab.many_shards", "--count", "10")
-    assert shared[shared.index("--config") + 1] == "kvloom.json"
+    """Names are numbered through: a router that saw one twice would connect to one of them only."""
+    own = shard_processes(3, 1)
+    assert [argv[0] for argv in own] == ["shard_server"] * 3
+    shared = shard_processes(10, 4)
+    assert [(argv[0], *argv[-4:]) for argv in shared] == [
+        ("tools.many_shards", "--first", "0", "--count", "4"),
+        ("tools.many_shards", "--first", "4", "--count", "4"),
+        ("tools.many_shards", "--first", "8", "--count", "2"),
+    ]
 
 
 def test_the_table_has_tokens_where_answers_are_long_and_requests_where_they_are_short() -> None:

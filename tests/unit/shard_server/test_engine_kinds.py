@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom_common.config import ShardConfig, TorchConfig
-from shard_server.engines.engine_kinds import BUILT_IN, engine_kind, imported
+from kvloom_common.config import ShardConfig, SimConfig, TorchConfig
+from shard_server.engines.engine_kinds import BUILT_IN, engine_kind, imported, shards_per_process
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("kvloom", "kvloom_common", "edge_http", "router", "shard_server", "safety_svc", "control", "tools")
@@ -89,3 +89,6 @@ def test_a_plugins_engine_may_need_a_gpu_of_its_own() -> None:
 def test_what_a_kind_says_follows_from_its_settings() -> None:
     assert engine_kind("torch").is_on_cpu(ShardConfig())
     assert not engine_kind("torch").is_on_cpu(ShardConfig(torch=TorchConfig(device="cuda")))
+    several = SimConfig(shards_per_process=4)
+    assert shards_per_process(ShardConfig(engine="sim", sim=several)) == 4
+    assert shards_per_process(ShardConfig(engine="torch", sim=several)) == 1

@@ -16,8 +16,9 @@ from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import AdapterState, GetInfoRequest, LoadAdapterRequest, UnloadAdapterRequest
 from kvloom_common.config import AdapterConfig, KvloomConfig, ModelConfig, dump_config
-from kvloom_common.models.configured import configured_models
+from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.trust.fabric_trust import FabricTrust
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
@@ -174,6 +175,11 @@ class AdapterChanges:
         model = next((model for model in models if model.name == name), None)
         if model is None:
             raise CommandError(f"there is no model {name}; there are {', '.join(one.name for one in models)}")
+        settings = shard_config(self.config, model)
+        if shards_per_process(settings) > 1:
+            raise CommandError(
+                f"{name} takes no adapters now: its shards share a process (shard.sim.shards_per_process)"
+            )
         return model
 
     def _running(self, model: ModelConfig) -> list[ProcessStatus]:

@@ -19,6 +19,7 @@ from kvloom.v1.shard_service_pb2 import DrainRequest, SleepRequest, WakeRequest,
 from kvloom_common.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from kvloom_common.models.configured import configured_models, shard_config
 from kvloom_common.trust.fabric_trust import FabricTrust
+from shard_server.engines.engine_kinds import shards_per_process
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.models.idle_watch import POLL_SECONDS, IdleWatch, ShardWork
@@ -121,10 +122,13 @@ class ModelChanges:
 
     async def sleep(self, name: str, timeout_seconds: float, on_step: OnStep) -> None:
         """Let the answers of a model end, and free the memory of its shards. Raises CommandError."""
-        self._require(name)
+        model = self._require(name)
         self.check_free(name)
         if name in self.asleep:
             raise CommandError(f"{name} sleeps already (kvloom models wake {name})")
+        settings = shard_config(self.config, model)
+        if shards_per_process(settings) > 1:
+            raise CommandError(f"{name} cannot sleep: its shards share a process (shard.sim.shards_per_process)")
         if not self._running(name):
             raise CommandError(f"{name} cannot sleep: none of its shards runs")
         try:

@@ -1,10 +1,8 @@
-"""python -m lab.many_shards --count N COMMAND...: several simulated shards in one process.
+"""python -m tools.many_shards --config FILE --first N --count N: several simulated shards in one process.
 
-It is a launcher (`shard.launcher`): in place of one shard, whose command it gets, it runs N with that configuration.
-
-Each is the shard that shard_server would run alone: its own engine, port, name in the registry and streams to every
-router. They share the interpreter, the tokenizer and the event loop, so that a fleet of hundreds fits one machine and
-the cost of the processes in front of it can be measured. No /metrics: each shard's would have the same names.
+Each is the shard that shard_server runs alone: its own engine, port, name in the registry and streams to every router.
+They share the interpreter, the tokenizer and the event loop, so that a fleet of hundreds fits one machine and the cost
+of the processes in front of it can be measured. No /metrics: each shard's would have the same names.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvloom_common.config import KvloomConfig, load_config
 from kvloom_common.discovery.registry import HEARTBEAT_SECONDS
+from kvloom_common.models.configured import config_of_model
 from kvloom_common.models.model_card import make_card
 from kvloom_common.process.log_lines import configure_logging
 from kvloom_common.process.ready_line import ReadyLine
@@ -27,13 +26,14 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.trust.fabric_trust import FabricTrust, load_trust
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
+from shard_server.engines.engine_kinds import engine_kind
 from shard_server.server import ShardServer
 from tools.supervisor.process_specs import shard_name
 
 
-async def serve(config: KvloomConfig, count: int) -> None:
+async def serve(config: KvloomConfig, first: int, count: int, model: str = "") -> None:
     """Until SIGTERM or SIGINT. Raises StartError; ends with status 1 when an engine dies."""
-    if config.shard.engine != "sim":
+    if engine_kind(config.shard.engine).shards_per_process is None:
         raise StartError(f"several shards in a process: only simulated ones (shard.engine is {config.shard.engine!r})")
     stop = stop_event()
     tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
@@ -43,7 +43,7 @@ async def serve(config: KvloomConfig, count: int) -> None:
         async with asyncio.TaskGroup() as shards:
             for number in range(count):
                 engine = create_engine(config, tokenizer)
-                name = shard_name(number, config.fabric.name_prefix)
+                name = shard_name(first + number, config.fabric.name_prefix, model)
                 trust = load_trust(config, ("shard",), name)
                 registry = CollectorRegistry()
                 server = ShardServer(config, engine, tokenizer, name, metrics_registry=registry, trust=trust, card=card)
@@ -67,16 +67,19 @@ async def _serve_later(server: ShardServer, trust: FabricTrust, delay_seconds: f
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lab.many_shards", description="Simulated shards, in one process.", allow_abbrev=False
+        prog="python -m tools.many_shards", description="Simulated shards, in one process."
     )
+    parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file")
+    parser.add_argument("--name", default="shards", help="name in logs")
+    parser.add_argument("--model", default="", help="which of the configured models the shards serve")
+    parser.add_argument("--first", type=int, default=0, help="number of the first shard")
     parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file, as the shard's command names it")
-    options, _ = parser.parse_known_args()
+    options = parser.parse_args()
 
     async def run() -> None:
-        config = load_config(options.config)
-        configure_logging(config.log, "shards")
-        await serve(config, options.count)
+        config = config_of_model(load_config(options.config), options.model)
+        configure_logging(config.log, options.name)
+        await serve(config, options.first, options.count, options.model)
 
     run_service(run())
 
