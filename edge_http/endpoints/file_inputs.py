@@ -136,10 +136,12 @@ async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput]
             file.set_text(await _text_of(link, owner, file))
         except KvloomError as error:
             if error.reason not in _OF_CALLER or file.is_asked:
+                if error.field.startswith(file.at):
+                    raise
                 raise KvloomError(
                     error.reason,
-                    error.message if error.field.startswith(file.at) else f"{file.at}: {error.message}",
-                    field=error.field if error.field.startswith(file.at) else file.at,
+                    f"{file.at}: {error.message}",
+                    field=file.at,
                     retry_after_seconds=error.retry_after_seconds,
                 ) from error
 

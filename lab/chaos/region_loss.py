@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
+from kvloom_common.addresses import split_address
 from kvloom_common.config import CellConfig, KvloomConfig, ModelConfig
+from kvloom_common.metrics.exposition import samples_in
 from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.chaos.checking.metering import compare_metering
 from lab.chaos.checking.record import Record
@@ -166,8 +167,7 @@ class _Run:
         if cell not in self._clusters or (cell == "west" and self._is_cut):
             return None
         (router,) = [status for status in self._clusters[cell].statuses if status.role == "router"]
-        host, _, port = router.internal_address.rpartition(":")
-        return (host, int(port)) if port else None
+        return split_address(router.internal_address) if router.internal_address else None
 
     async def _make_tenants(self, west: Cluster) -> dict[str, str]:
         """Returns a key of each tenant, by its id, once the edge knows it."""
@@ -294,12 +294,11 @@ async def _counts_of(west: Cluster, key: str) -> dict[str, float]:
         response.raise_for_status()
         text = await response.text()
     found = {"reattached": 0.0}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "kvloom_edge_cell_requests_total":
-                found[f"requests_of_{sample.labels['cell']}"] = sample.value
-            elif sample.name == "kvloom_edge_cell_round_trip_seconds":
-                found[f"round_trip_seconds_of_{sample.labels['cell']}"] = round(sample.value, 4)
-            elif sample.name == "kvloom_edge_reattached_requests_total":
-                found["reattached"] = sample.value
+    for sample in samples_in(text):
+        if sample.name == "kvloom_edge_cell_requests_total":
+            found[f"requests_of_{sample.labels['cell']}"] = sample.value
+        elif sample.name == "kvloom_edge_cell_round_trip_seconds":
+            found[f"round_trip_seconds_of_{sample.labels['cell']}"] = round(sample.value, 4)
+        elif sample.name == "kvloom_edge_reattached_requests_total":
+            found["reattached"] = sample.value
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -101,11 +100,12 @@ def epp(
         raise CommandError(str(error)) from error
     if tokenizer is None and any(endpoint.kv_events for endpoint in pool.endpoints):
         raise CommandError("KV events name blocks by their tokens: give --tokenizer DIR, or remove kv_events")
-    follow = None
-    if api is not None:
-        follow = lambda gateway: InferencePool(api, namespace, name, pool, gateway.use_pool)  # noqa: E731
-    elif pool_file is not None:
-        follow = functools.partial(_PoolFile, pool_file)
+
+    def follow(gateway: Gateway) -> Watcher | None:
+        if api is not None:
+            return InferencePool(api, namespace, name, pool, gateway.use_pool)
+        return None if pool_file is None else _PoolFile(pool_file, gateway)
+
     service.run_service(_serve(config, pool, follow, tokenizer, host, port, metrics_port))
 
 
@@ -124,13 +124,13 @@ class _PoolFile:
 async def _serve(
     config: KvloomConfig,
     pool: Pool,
-    follow: Callable[[Gateway], Watcher] | None,
+    follow: Callable[[Gateway], Watcher | None],
     tokenizer: ModelTokenizer | None,
     host: str,
     port: int,
     metrics_port: int | None,
 ) -> None:
-    """`follow` makes what follows the pool. Raises StartError and ConfigError."""
+    """`follow` returns what follows the pool, if anything does. Raises StartError and ConfigError."""
     configure_logging(config.log, NAME)
     stop = service.stop_event()
     tls = listener_tls(config.tls)
@@ -142,8 +142,7 @@ async def _serve(
     address = service.bind(server, host, port, tls.add_port if tls is not None else service.NO_SECRET.add_port)
     await gateway.start()
     await server.start()
-    followed = None if follow is None else follow(gateway)
-    async with following(*filter(None, (tls, metrics, followed))):
+    async with following(*filter(None, (tls, metrics, follow(gateway)))):
         log.info("epp_started", address=address, num_endpoints=len(pool.endpoints))
         await stop.wait()
         for name in (SERVICE_NAME, "readiness", ""):

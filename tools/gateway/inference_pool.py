@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 
+from kvloom_common.addresses import join_address
 from tools.gateway.kubernetes_api import KubernetesApi, Object
 from tools.gateway.pool import MAX_ENDPOINTS, Pool, PoolEndpoint
 
@@ -95,7 +96,7 @@ def pool_of_objects(
     settings: Pool, name: str, ports: Sequence[int], pods: Sequence[Object], objectives: Sequence[Object]
 ) -> Pool:
     """The settings with the endpoints of pods that are ready, and the priorities of the pool's objectives. Pure."""
-    addresses = sorted(_host_port(ip, port) for ip in _ready_ips(pods) for port in ports)
+    addresses = sorted(join_address(ip, port) for ip in _ready_ips(pods) for port in ports)
     if len(addresses) > MAX_ENDPOINTS:
         log.warning("endpoints_left_out", num_endpoints=len(addresses) - MAX_ENDPOINTS)
     priorities = {
@@ -116,7 +117,3 @@ def _ready_ips(pods: Sequence[Object]) -> Iterator[str]:
         is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
         if is_ready and status.get("podIP") and not pod["metadata"].get("deletionTimestamp"):
             yield status["podIP"]
-
-
-def _host_port(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

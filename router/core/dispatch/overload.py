@@ -35,6 +35,8 @@ MIN_WAIT_SHARE: Final = 0.02
 """Share of a request's time: a shorter wait never costs it its answer, whatever the averages say."""
 MIN_SHARE_OF_RATE: Final = 0.02
 """The least share of the fleet that the lower tier is assumed to get, however much work the higher one brings."""
+MIN_REQUESTS_PER_SECOND: Final = 1e-3
+"""A queue that moves slower counts as moving so fast."""
 MIN_RETRY_SECONDS: Final = 1.0
 MAX_RETRY_SECONDS: Final = 60.0
 """Clients (OpenAI's among them) follow no longer advice."""
@@ -217,7 +219,7 @@ class OverloadGuard:
         if priority_class.is_parked:
             # Requests that arrive meanwhile in a more urgent class go first.
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
-        return (num_ahead + 1) / max(rate, 1e-3)
+        return (num_ahead + 1) / max(rate, MIN_REQUESTS_PER_SECOND)
 
     def measured(self, model: str) -> tuple[float | None, float]:
         """How many requests for the model leave the queue in a second while others wait, None if that is not known, and

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.dispatch.overload import OverloadGuard
+from router.core.dispatch.overload import MIN_REQUESTS_PER_SECOND, OverloadGuard
 from router.core.fleet.fleet import Fleet
 from router.core.load.load_ledger import LoadLedger
-
-MIN_REQUESTS_PER_SECOND: Final = 1e-3
 
 
 class StartEstimate(NamedTuple):

@@ -12,16 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.kernels.codegen import llvm
-from shard_server.engines.torch_engine.kernels.codegen.cpu import features, has_fma, is_arm64
 from shard_server.engines.torch_engine.memory import available_memory_bytes
 from tools.bench.engine.model_costs import (
     BYTES_PER_WEIGHT,
@@ -57,7 +51,7 @@ def measure_limits(num_threads: int) -> MachineLimits:
     torch.set_num_threads(num_threads)
     gb_per_second = _torch_bandwidth()
     try:
-        from tools.bench.engine.roofline import OPERATIONS_PER_ITERATION, multiply_add, sum_words  # pyrefly: ignore[missing-module-attribute]
+        from tools.bench.engine.roofline_kernels import OPERATIONS_PER_ITERATION, multiply_add, sum_words
     except ImportError:
         return MachineLimits(num_threads, gb_per_second, _matmul_rate(), "matmul")
     with ThreadPoolExecutor(num_threads) as pool:
@@ -167,59 +161,3 @@ def _best_seconds(run: Callable[[], object], num_passes: int) -> float:
         run()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
-
-
-_NUM_CHAINS: Final = 12
-"""Independent sums: more than the 8 that are in flight on two units of 4 cycles, and fewer than 16 registers."""
-
-
-def _num_lanes() -> int:
-    """The float32 numbers in the widest vector register of the CPU that the kernels are compiled for."""
-    if is_arm64():
-        return 4
-    if not has_fma():
-        raise ImportError("this CPU has no instruction that multiplies and adds")
-    return 16 if "avx512f" in features() else 8
-
-
-_LANES: Final = _num_lanes()
-OPERATIONS_PER_ITERATION: Final = 2 * _NUM_CHAINS * _LANES
-"""The operations of one iteration of `multiply_add`."""
-
-
-@llvm.intrinsic
-def _multiply_add_chains(_typing: Any, _iterations: Any, _factor: Any) -> Any:
-    """`iterations` times: each of _NUM_CHAINS vectors = vector * factor + factor. Returns a number that depends on all
-    of them, so that none can be left out."""
-    vector = ir.VectorType(ir.FloatType(), _LANES)
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        iterations, factor = args
-        factors = llvm.spread(builder, factor, _LANES)
-        sums = [
-            cgutils.alloca_once_value(builder, llvm.constant(vector, float(number))) for number in range(_NUM_CHAINS)
-        ]
-        with cgutils.for_range(builder, iterations):
-            for chain in sums:
-                builder.store(llvm.multiply_add(builder, builder.load(chain), factors, factors), chain)
-        total = builder.load(sums[0])
-        for chain in sums[1:]:
-            total = builder.fadd(total, builder.load(chain))
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(types.int64, types.float32), generate
-
-
-@numba.njit(nogil=True)
-def multiply_add(num_iterations: Any) -> Any:
-    """Run OPERATIONS_PER_ITERATION float32 operations `num_iterations` times."""
-    return _multiply_add_chains(np.int64(num_iterations), np.float32(0.5))
-
-
-@numba.njit(nogil=True)
-def sum_words(words: Any) -> Any:
-    """The sum of an int64 array, which needs few instructions per byte."""
-    total = np.int64(0)
-    for word in words:
-        total += word
-    return total

@@ -1,7 +1,7 @@
 """Attention over the block-based KV cache on an accelerator, in fixed shapes, so that a decode step can be recorded
 once, and no kernel is compiled while requests are served.
 
-SingleRows of decoding attend by themselves, those of prompts in pieces, all prompts of a step together. There are two
+Rows of decoding attend by themselves, those of prompts in pieces, all prompts of a step together. There are two
 implementations of the same meaning: Triton kernels (segment_kernels.py, prompt_kernels.py), which run on a GPU, and a
 plain one that gathers, which says what is meant and runs anywhere.
 """
@@ -29,7 +29,7 @@ _PIECE_ROWS: Final = {2: 128, 4: 32}
 
 @dataclasses.dataclass(slots=True)
 class SingleRows:
-    """SingleRows that attend by themselves."""
+    """Rows that attend by themselves."""
 
     tables: torch.Tensor
     """int32 [rows, blocks]: the block table of each row's sequence"""
@@ -42,7 +42,7 @@ class SingleRows:
 
 @dataclasses.dataclass(slots=True)
 class Prompts:
-    """SingleRows of prompts, in pieces of neighbouring ones."""
+    """Rows of prompts, in pieces of neighbouring ones."""
 
     tables: torch.Tensor
     """int32 [prompts, blocks]"""

@@ -9,7 +9,7 @@ them was cached.
 
 # Triton compiles kernels from their source: no postponed annotations, and types that checkers cannot infer.
 # ruff: noqa: N803
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyrefly: ignore-errors
 
 import torch
 import triton

@@ -8,7 +8,7 @@ on its own keys only, not on how many rows there are or how they were scheduled.
 
 # Triton compiles kernels from their source: no postponed annotations, and types that checkers cannot infer.
 # ruff: noqa: N803
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+# pyrefly: ignore-errors
 
 import torch
 import triton

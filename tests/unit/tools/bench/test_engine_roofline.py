@@ -107,7 +107,7 @@ def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch, has_compiler: bool
     monkeypatch.setattr(roofline, "_FMA_PASS_SECONDS", 0.001)
     monkeypatch.setattr(roofline, "_MATMUL_SIZES", (64,))
     if not has_compiler:
-        monkeypatch.setitem(sys.modules, "tools.bench.engine.roofline", None)
+        monkeypatch.setitem(sys.modules, "tools.bench.engine.roofline_kernels", None)
     limits = roofline.measure_limits(1)
     assert limits.gb_per_second > 0
     assert limits.gflop_per_second > 0
