@@ -5,7 +5,6 @@ data_plane/                 CPU per token and request of the fabric, process by 
 epp.py                      `kvloom-lab bench epp`: the endpoint picker on llm-d's sizing workload
 encoder_peers/              ONNX Runtime, for `kvloom-lab bench encoder-peers`
 engine_peers/               other engines for `kvloom-lab bench engine-peers`
-injections/                 `kvloom-lab bench injections`: an attempt at a classifier of prompt injections
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
 autoscaling_laws.py         those laws
@@ -13,15 +12,10 @@ context_windows.py          `kvloom-lab bench context-window`: cache hits of con
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
 infinite_cache.py           the hits that a perfect cache would have
-kv_shares.py                `kvloom-lab bench kv-shares`: cache hits of a tenant that another one floods
-brownout_model.py           a time of overload with the brownout ladder and without, in virtual time
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
 experiment.py               what all benches share: flags, a run, rows, and their table and JSON
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity
-shared_flags.py             options that several benches share, and the configuration of what they start
-tenant_timing.py            `kvloom-lab bench tenant-timing`: what the time to the first token tells another tenant
-auc.py                      how well two samples can be told apart, with its confidence interval
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does
 search_quality.py           `kvloom-lab bench search-quality`: how often a vector store finds the right document

@@ -20,6 +20,7 @@ from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 from lab.bench.conversations import ConversationTurn, play
 from lab.bench.experiment import (
     DATA_DIR,
+    MODEL,
     Column,
     Report,
     TableOf,
@@ -31,7 +32,6 @@ from lab.bench.experiment import (
     show_progress,
 )
 from lab.bench.infinite_cache import CachedRequest, infinite_cache_tokens
-from lab.bench.shared_flags import MODEL
 from router.core.placement import POLICIES
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model

@@ -2,9 +2,9 @@
 
 A bench declares its flags and a function that runs it and returns a `Report`:
 
-    @experiment("kv-shares", choice("--engine", ["sim", "torch"], "sim", "What computes."))
-    def bench_kv_shares(engine: str) -> Report:
-        '''Flood an engine ...'''
+    @experiment("vector-search", count("--chunks", 20_000, "Chunks of the store.", to="num_chunks"))
+    def bench_vector_search(num_chunks: int) -> Report:
+        '''Measure the index of a vector store ...'''
         return Report(rows, [TableOf(COLUMNS, rows)])
 """
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.pages import write_table
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.options import data_dir_option, option
 
 Flag = Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]
@@ -65,6 +66,9 @@ def switch(name: str, about: str) -> Flag:
 def DATA_DIR(scope: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001, N802  (a Flag)
     """--data-dir, whose variable is that of all commands."""
     return data_dir_option
+
+
+MODEL: Final = flag("--model", str, BUILTIN_MODEL_NAME, "Name, directory or .gguf file.", metavar="NAME|PATH")
 
 
 class Column(msgspec.Struct, frozen=True):

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, number
+from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, number
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
-from lab.bench.shared_flags import POLICY, PROFILE, SEED
 from router.core.core_config import NO_OVERLOAD_CONTROL
+from router.core.placement import POLICIES
 from router.core.rule_settings import OverloadSettings
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
@@ -128,13 +128,13 @@ def _wasted_share(outcomes: Sequence[Outcome]) -> float:
 @experiment(
     "overload",
     count("--shards", 2, to="num_shards"),
-    PROFILE,
-    POLICY,
+    choice("--profile", sorted(PROFILES), "70b", "The modelled shard: a model and its hardware."),
+    choice("--policy", sorted(POLICIES), "ect", "Placement policy."),
     number(
         "--deadline-seconds", 20.0, "From a request's arrival to its last token; later is worth nothing.", above=True
     ),
     number("--seconds", 120.0, "Virtual time during which requests arrive.", least=1),
-    SEED,
+    count("--seed", 1, least=0),
 )
 def bench_overload(**plan: Any) -> Report:
     """Measure goodput at 0.5 to 3 times the fleet's capacity, with the real router core and modelled shards in virtual

@@ -75,13 +75,11 @@ BENCHES_IN_THE_LAB: Final = (
     "conversations",
     "data-plane",
     "index",
-    "kv-shares",
     "overload",
     "routing",
-    "tenant-timing",
 )
 """These were commands of `kvloom bench` before 0.3.0. Others were of one use, and are gone: brownout, directory,
-fair-queue, fairness, memory, preemption, spot-notice and tenants."""
+fair-queue, fairness, kv-shares, memory, preemption, spot-notice, tenants and tenant-timing."""
 
 
 @click.group(

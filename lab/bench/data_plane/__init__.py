@@ -6,8 +6,6 @@ run.py                runs workloads against a fabric and reduces the figures
 client.py             starts the load clients
 load.py               a load client, a process of its own
 turns.py              two variants of one workload, measured alternately
-scale.py              fabrics of growing size
-scale_table.py        their table
 peer_comparison.py    other gateways, measured alternately with ours
 peer_systems.py       their processes
 peer_table.py         their table

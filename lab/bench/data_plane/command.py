@@ -12,8 +12,6 @@ from kvloom_common.config import ModelConfig
 from lab.bench.data_plane.peer_comparison import PEERS, run_with_peers
 from lab.bench.data_plane.peer_table import peers_table
 from lab.bench.data_plane.run import OURS, BenchPlan, Layout, run_bench
-from lab.bench.data_plane.scale import GRID, parse_layout, run_scale_out
-from lab.bench.data_plane.scale_table import scale_table
 from lab.bench.data_plane.turns import COMPARISONS, run_by_turns
 from lab.bench.data_plane.workloads import WORKLOADS
 from lab.bench.experiment import (
@@ -51,7 +49,7 @@ _TURNS: Final = (
     count("--runs", 3, "Runs of each.", most=100, to="num_runs"),
     count("--edges", 1, "Processes.", most=64, to="num_edges"),
     count("--routers", 1, "Processes.", most=64, to="num_routers"),
-    count("--shards", 2, "Simulated.", most=1024, to="num_shards"),
+    count("--shards", 2, "Simulated; more than 4 by one process.", most=1024, to="num_shards"),
     switch("--colocate", "A router inside each edge's process."),
     switch("--no-safety", "Check no prompt and screen no answer."),
     number("--scale", 1.0, "Share of a workload's streams and requests.", most=1, above=True),
@@ -65,21 +63,11 @@ _TURNS: Final = (
         "with an orchestrator; answers that it stores or not.",
         to="comparison",
     ),
-    switch("--scale-out", "Fabrics of growing size: edges x routers x shards, up to 256 shards."),
-    flag(
-        "--layout",
-        str,
-        None,
-        "A size for --scale-out: so many edges, routers and shards. Repeatable.",
-        to="layouts",
-        multiple=True,
-        metavar="ExRxS",
-    ),
     switch("--peers", "Other gateways beside ours, in turns; they are fetched first."),
     flag("--peer", click.Choice(list(PEERS)), None, "Only this one. Repeatable.", to="peer_names", multiple=True),
     flag("--model", str, BUILTIN_MODEL_NAME, "A model's tokenizer and template."),
     DATA_DIR,
-    page="the table of --peers or --scale-out",
+    page="the table of --peers",
 )
 def bench_data_plane(
     names: str,
@@ -92,8 +80,6 @@ def bench_data_plane(
     scale: float,
     no_warm_up: bool,
     comparison: str | None,
-    scale_out: bool,
-    layouts: tuple[str, ...],
     peers: bool,
     peer_names: tuple[str, ...],
     model: str,
@@ -105,12 +91,6 @@ def bench_data_plane(
         if name not in WORKLOADS:
             raise click.BadParameter(f"{name!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
 
-    for layout in layouts:
-        try:
-            parse_layout(layout)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--layout") from error
-
     home = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
     found = resolve_model(model, home / "models", show_progress)
     plan = BenchPlan(
@@ -121,14 +101,9 @@ def bench_data_plane(
         with_safety=not no_safety,
         is_warmed_up=not no_warm_up,
     )
-    if sum((comparison is not None, scale_out, peers or bool(peer_names))) > 1:
-        raise click.UsageError("--compare, --scale-out and --peers exclude one another.")
+    if comparison is not None and (peers or peer_names):
+        raise click.UsageError("--compare and --peers exclude one another.")
     what = f"{f' --scale {scale:g}' if scale < 1 else ''} --workload {names} --runs {num_runs}"
-    if scale_out:
-        reports = run_scale_out(plan, layouts or GRID, show_progress)
-        options = "".join(f" --layout {layout}" for layout in layouts)
-        table = scale_table(reports, f"kvloom-lab bench data-plane --scale-out{options}{what}")
-        return Report(reports, [table], for_page=("scale", table))
     if comparison is not None:
         compared = run_by_turns(comparison, plan, show_progress)
         return Report(compared, [TableOf(_TURNS, _rows(one), _title(one)) for one in compared])

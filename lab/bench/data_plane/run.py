@@ -21,6 +21,7 @@ from tools.supervisor.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")
 """The roles between client and engine."""
+MAX_SHARD_PROCESSES: Final = 4
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
 _COUNTED: Final = (*OURS, "orchestrator", GATEWAY)
@@ -36,7 +37,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     num_edges: int = 1
     num_routers: int = 1
     num_shards: int = 2
-    shards_per_process: int = 1
+    """More than MAX_SHARD_PROCESSES are simulated by one process: the cost of hundreds of processes is another
+    question."""
     colocate: bool = False
 
 
@@ -104,8 +106,8 @@ def fabric_config(plan: BenchPlan, workload: Workload, data_dir: Path) -> Kvloom
     config.shard.engine = "sim"
     config.edge.num_edges, config.edge.colocate = plan.layout.num_edges, plan.layout.colocate
     config.router.num_routers = plan.layout.num_routers
-    config.shard.num_shards = plan.layout.num_shards
-    config.shard.sim.shards_per_process = plan.layout.shards_per_process
+    num_shards = config.shard.num_shards = plan.layout.num_shards
+    config.shard.sim.shards_per_process = num_shards if num_shards > MAX_SHARD_PROCESSES else 1
     config.shard.max_batch = 4096
     config.shard.num_blocks = 65_536
     config.shard.max_prefill_tokens_per_step = 1 << 20
@@ -147,7 +149,6 @@ def figures_of(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:
         "requests_per_second": round(num_requests / raw["wall_seconds"], 1),
         "events_per_read": round(raw["num_events"] / max(1, raw["num_reads"]), 2),
         "rss_kb_per_stream": round(rss / 1000 / workload.num_streams, 2),
-        "busy_cores": round((sum(raw["cpu_us"].values()) + raw["client_cpu_us"]) / 1e6 / raw["wall_seconds"], 2),
         "client_cpu_us_per_token": round(raw["client_cpu_us"] / num_tokens, 3),
         "requests": raw["num_complete"],
         "num_errors": raw["num_errors"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench.brownout_model import BrownoutPlan, find_capacity, measure
 from router.core.rule_settings import BrownoutSettings
+from tests.lab.dst.brownout_model import BrownoutPlan, find_capacity, measure
 
 LADDER = BrownoutSettings().steps
 

@@ -74,22 +74,16 @@ def test_two_variants_are_measured_alternately(model_dir: Path, tmp_path: Path):
 def test_a_fleet_in_one_process_is_measured_as_a_fleet(model_dir: Path, tmp_path: Path):
     """Hundreds of shards are simulated by one process: routers must see each, place on each, and lose no answer."""
     done = run_lab(
-        *("bench", "data-plane", "--scale-out", "--layout", "1x1x6", "--workload", "W3", "--runs", "1"),
+        *("bench", "data-plane", "--shards", "6", "--workload", "W3", "--runs", "1"),
         *("--scale", "0.05", "--no-warm-up", "--json", "--model", str(model_dir)),
         env=kvloom_environment(tmp_path),
         timeout_seconds=150.0,
     )
     assert done.returncode == 0, done.stderr
-    [report] = json.loads(done.stdout)
-    assert report["layout"] == "1x1x6"
-    [short] = report["workloads"]
+    [short] = json.loads(done.stdout)
     assert (short["requests"], short["num_errors"]) == (100, 0), short["runs"]
-    assert short["layout"]["shards_per_process"] == 6
+    assert short["layout"]["num_shards"] == 6
     assert all(short["cpu_us_per_request"][role] > 0 for role in ("edge", "router", "shard"))
-    standing = report["standing"]
-    assert standing["ready_seconds"] > 0
-    assert 0 < standing["cpu_us_per_second"]["router"] < 500_000
-    assert 10 < standing["rss_mb"]["router"] < 1000
 
 
 def test_an_unknown_workload_is_named(tmp_path: Path):
