@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import structlog.testing
 
 from edge_http.anthropic.requests import decode_messages
-from edge_http.openai.requests import ReasoningEffort, ServiceTier, decode_chat, decode_completion
+from edge_http.openai.requests import decode_chat, decode_completion
 from edge_http.openai.responses.requests import decode_responses
 from edge_http.wire.headers import STRICT
 from edge_http.wire.unknown_fields import MAX_NAMES, UnknownFields
@@ -173,45 +173,3 @@ def test_who_is_strict(refuses_all: bool, header: str | None, strict: bool) -> N
     """The header has precedence over the configuration."""
     rules = UnknownFields(lambda _: None, refuses_all=refuses_all)
     assert rules.is_strict({} if header is None else {STRICT: header}) == strict
-
-
-def test_enumerations_are_those_of_the_official_clients() -> None:
-    """Whatever value their types allow is accepted by both APIs."""
-    import anthropic.types
-    import openai.types.shared_params
-    from anthropic.types import message_create_params as messages
-    from openai.types.chat import completion_create_params as chat
-    from openai.types.responses import response_create_params as responses
-
-    efforts = {value for value in get_args(get_args(openai.types.shared_params.ReasoningEffort)[0]) if value}
-    assert efforts <= set(get_args(ReasoningEffort))
-    for params in (chat.CompletionCreateParamsNonStreaming, responses.ResponseCreateParamsNonStreaming):
-        tiers = _literals(get_type_hints(params)["service_tier"])
-        assert "flex" in tiers
-        assert tiers <= set(get_args(ServiceTier))
-    verbosities = _literals(get_type_hints(chat.CompletionCreateParamsNonStreaming)["verbosity"])
-    tiers = _literals(get_type_hints(messages.MessageCreateParamsNonStreaming)["service_tier"])
-    efforts = _literals(get_type_hints(anthropic.types.OutputConfigParam)["effort"])
-    assert verbosities
-    assert tiers
-    assert efforts
-    for verbosity in verbosities:
-        decode("chat", {"verbosity": verbosity})
-        decode("responses", {"text": {"verbosity": verbosity}})
-    for tier in tiers:
-        decode("messages", {"service_tier": tier})
-    for effort in efforts:
-        decode("messages", {"output_config": {"effort": effort}})
-
-
-def _literals(annotation: Any) -> set[str]:
-    """The texts that a type allows."""
-    found: set[str] = set()
-    waiting = [annotation]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, str):
-            found.add(each)
-        else:
-            waiting += get_args(each)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import pytest
@@ -42,6 +43,7 @@ WITHOUT_SYSTEM: Final = """\
 TOOLS: Final = [Tool("f")]
 
 
+@functools.cache
 def tokenizer(source: str) -> ModelTokenizer:
     return ModelTokenizer(byte_level_tokenizer(), template=ChatTemplate(source, {}))
 

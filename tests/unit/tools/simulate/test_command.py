@@ -207,7 +207,7 @@ def test_a_narrow_terminal_gets_fewer_columns():
         assert "…" not in output.getvalue()
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("suffix", ["svg", pytest.param("png", marks=pytest.mark.long)])
 def test_a_plot_is_drawn(mooncake: Path, tmp_path: Path, suffix: str):
     """TTFT distributions and timelines, in a file that other programs open."""
     pytest.importorskip("matplotlib")
