@@ -128,7 +128,7 @@ class ClientLink:
         if step.finishes:
             self._open_slots.difference_update([finish.slot for finish in step.finishes])
             self._finish_if_done()
-        if not self._outbox.add(step):
+        if not self._outbox.add(step) and self._outbox.is_behind(len(self._open_slots) + len(step.finishes)):
             self._end_with(
                 KvloomError(
                     ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW,

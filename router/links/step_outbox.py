@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 MAX_WAITING_ENTRIES: Final = 65_536
 """Tokens, starts and finishes that may wait for one client: about 20 seconds of 64 fast sequences."""
+WAITING_ENTRIES_PER_ANSWER: Final = 256
+"""So many more may wait for each of its answers: all that a safety service was waited for becomes clear at once."""
 
 
 class StepOutbox:
@@ -26,11 +28,15 @@ class StepOutbox:
         return bool(self._steps)
 
     def add(self, step: Step) -> bool:
-        """Adds a step, which the caller must not modify afterwards. Returns False when too many entries wait, that is,
-        when the client is too slow."""
+        """Adds a step, which the caller must not modify afterwards. Returns False when so many entries wait that the
+        client is too slow, unless it has many answers (`is_behind`)."""
         self._num_entries += len(step.token_ids) + len(step.starts) + len(step.finishes) + 1
         self._steps.append(step)
         return self._num_entries <= self._max_entries
+
+    def is_behind(self, num_answers: int) -> bool:
+        """Returns True when more entries wait than a client with so many answers may have."""
+        return self._num_entries > self._max_entries + WAITING_ENTRIES_PER_ANSWER * num_answers
 
     def take(self) -> Step | None:
         """Returns everything that waits as one step, or None when nothing does."""

@@ -20,7 +20,12 @@ VOCABULARY = 1000
 
 def expected_tokens(prompt: Sequence[int], index: int, count: int) -> list[int]:
     """Returns the tokens that every fake shard generates."""
-    return [(sum(prompt) + 31 * index + 7 * position) % VOCABULARY for position in range(count)]
+    first = expected_token(prompt, index, 0)
+    return [(first + 7 * position) % VOCABULARY for position in range(count)]
+
+
+def expected_token(prompt: Sequence[int], index: int, position: int) -> int:
+    return (sum(prompt) + 31 * index + 7 * position) % VOCABULARY
 
 
 def token_text(token_id: int) -> str:
@@ -86,6 +91,11 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_tokens_each(self) -> int:
+        """How many tokens every running answer has at least."""
+        return min((sequence.num_tokens for sequence in self._running.values()), default=0)
 
     async def start(self, port: int = 0) -> str:
         shard_service_pb2_grpc.add_ShardServiceServicer_to_server(self, self._server)
@@ -161,7 +171,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
             if self.script:
                 self._play(frame, slot, sequence)
                 continue
-            token_id = expected_tokens(submit.prompt_token_ids, sequence.index, sequence.num_tokens + 1)[-1]
+            token_id = expected_token(submit.prompt_token_ids, sequence.index, sequence.num_tokens)
             sequence.num_tokens += 1
             frame.slots.append(slot)
             frame.token_ids.append(token_id)

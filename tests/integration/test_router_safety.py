@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvloom.errors import reason_name
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1 import generation_pb2
+from router.links.step_outbox import MAX_WAITING_ENTRIES
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.router_world import Answer, RouterWorld, link_request
@@ -12,6 +15,12 @@ from tests.fakes.tiny_tokenizer import model_tokenizer
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
+
+NUM_HELD = 100
+HELD_TOKENS = MAX_WAITING_ENTRIES // NUM_HELD + 10
+"""Together more than may wait for a client with one answer."""
+MORE_TOKENS = 1000
+"""Those of each answer that follow, so many that none has ended before."""
 
 
 async def connect_screened(world: RouterWorld, safety: FakeSafety) -> GrpcRouterLink:
@@ -76,6 +85,25 @@ async def test_screened_answers_arrive_whole(world: RouterWorld) -> None:
     for i, answer in enumerate(answers):
         assert answer.texts[0] == expected_text([i], 0, 30)
         assert answer.token_ids[0] == expected_tokens([i], 0, 30)
+
+
+@pytest.mark.long
+async def test_the_text_of_many_answers_that_was_held_ends_no_connection(world: RouterWorld) -> None:
+    """When a safety service that was waited for allows all of it at once, the client has had no time to read it."""
+    safety = await world.start_safety()
+    shard = await world.start_shard("shard-0", script=[(1, "a ")] * (HELD_TOKENS + MORE_TOKENS))
+    link = await connect_screened(world, safety)
+    safety.pause()
+    answers = [Answer() for _ in range(NUM_HELD)]
+    for i, answer in enumerate(answers):
+        link.submit(link_request([i], 2 * HELD_TOKENS, prompt_text="fine"), answer)
+    await eventually(lambda: len(shard.submits) == NUM_HELD and shard.num_tokens_each >= HELD_TOKENS, "their tokens")
+    shard.pause()
+    safety.resume()
+    await eventually(lambda: all(len(answer.token_ids[0]) >= HELD_TOKENS for answer in answers), "what was held")
+    shard.resume()
+    await eventually(lambda: all(answer.done for answer in answers), "all answers")
+    assert {len(answer.token_ids[0]) for answer in answers} == {HELD_TOKENS + MORE_TOKENS}
 
 
 async def test_text_that_can_begin_nothing_is_not_sent_to_be_screened(world: RouterWorld) -> None:

@@ -263,7 +263,7 @@ async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
         await call.write(HELLO)
         for number in range(250):
             await call.write(_connect_request(submits=[_submit(number + 1)]))
-        # About 65,000 tokens have to be generated until then.
+        # About 130,000 tokens have to be generated until then.
         await eventually(lambda: len(shard.cancelled_slots) >= 200, "the cut", timeout_seconds=60.0)
         answer = await world.ask(living, [9], 20)
         assert answer.token_ids[0] == expected_tokens([9], 0, 20)

@@ -24,6 +24,17 @@ def test_it_reports_when_too_much_waits() -> None:
     assert outbox.add(Step(slots=[1], token_ids=[5], deltas=["a"])), "taken steps must not count any more"
 
 
+def test_a_client_with_many_answers_may_have_more_wait() -> None:
+    """What was withheld of all of them becomes clear at once, which says nothing about how fast it reads."""
+    outbox = StepOutbox(max_entries=10)
+    burst = Step(slots=[1, 2], num_tokens=[200, 200], token_ids=[5] * 400, deltas=["a" * 200] * 2)
+    assert not outbox.add(burst)
+    assert not outbox.is_behind(num_answers=2)
+    assert outbox.is_behind(num_answers=1)
+    outbox.add(burst)
+    assert outbox.is_behind(num_answers=2)
+
+
 def test_empty_steps_count_too() -> None:
     """Otherwise a flood of them would have no bound."""
     outbox = StepOutbox(max_entries=3)
