@@ -13,5 +13,7 @@ campaign.py     sends the cases, and judges what their clients see
 latency.py      the time that each layer of the policy takes
 report.py       the tables
 outages.py      thousands of answers at once while the safety service fails
-faults.py       a safety service that is killed, hangs and sends garbage, and what it has judged
+clients.py      the clients of these answers
+faults.py       a safety service that is killed, hangs and sends garbage
+processes.py    the processes of clients and safety service, and what they share
 """

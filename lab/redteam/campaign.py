@@ -7,13 +7,15 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvloom_common.text.json_escapes import unescaped
 from lab.redteam.cases import RedTeamCase
-from lab.redteam.fabric import RedTeamFabric
 from lab.redteam.places import GRPC
 from lab.redteam.rules import MESSAGE
+
+if TYPE_CHECKING:  # clients, which need this, have no fabric
+    from lab.redteam.fabric import RedTeamFabric
 
 NUM_AT_ONCE: Final = 16
 _CUT: Final = (

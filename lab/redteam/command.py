@@ -87,8 +87,8 @@ def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: P
         if page is not None:
             write_table(page, OUTAGES, outages.summary)
         print(json.dumps(dataclasses.asdict(outages), ensure_ascii=False) if as_json else outages.summary)
-        print(*(f"FAILED {failure}" for failure in outages.wrong[:MAX_SHOWN]), sep="\n", file=sys.stderr)
-        sys.exit(bool(outages.wrong))
+        print(*(f"FAILED {failure}" for failure in outages.seen.wrong[:MAX_SHOWN]), sep="\n", file=sys.stderr)
+        sys.exit(bool(outages.seen.wrong))
     cases = cases_of_seeds(num_seeds)
     results = asyncio.run(_attack(cases))
     report = RedTeamReport(results, latency_by_layer([case for case in cases if case.layer is None]))

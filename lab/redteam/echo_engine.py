@@ -14,6 +14,9 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kvloom_common.text.chat_template import ChatTemplate
 from kvloom_common.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import (
     Capability,
@@ -31,6 +34,14 @@ MAX_PARTS: Final = 1024
 """So many parts a step has at most."""
 OTHERWISE: Final = "ok"
 """The answer to a prompt that tells nothing."""
+_END: Final = "<|end|>"
+_TEMPLATE: Final = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }} {{ m.reasoning_content or '' }} {{ m.content }}"
+    "{% for call in m.tool_calls or [] %} {{ call.id }} {{ call.function | tojson }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}"
+)
+"""Shows the model all that stands in a request's messages and tools."""
 _TOLD: Final = re.compile(r"write (\d+) ([a-p]+)\.")
 _FIRST_LETTER: Final = ord("a")
 _EMBEDDING: Final = array("f", [1.0, 0.0, 0.0, 0.0])
@@ -56,6 +67,17 @@ def parts_told(prompt: str) -> Iterator[str]:
         end = start + (most if told[1] == "0" else rng.randint(1, most))
         yield text[start:end]
         start = end
+
+
+def byte_tokenizer() -> ModelTokenizer:
+    """A token for every byte, so that any text can be written in any parts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: token_id for token_id, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(_END, normalized=False)])
+    ends = frozenset({len(alphabet)})  # the token that was added behind those of the bytes
+    return ModelTokenizer(tokenizer, template=ChatTemplate(_TEMPLATE, {}), eos_token_ids=ends)
 
 
 class EchoEngine:

@@ -12,11 +12,9 @@ import aiohttp
 import grpc
 from google.protobuf import json_format
 from prometheus_client import CollectorRegistry
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edge_http.edge import Edge
 from edge_http.server.http_server import EdgeServer
-from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from kvloom.v1.safety_service_pb2_grpc import add_SafetyServiceServicer_to_server
@@ -24,9 +22,9 @@ from kvloom_common.config import KvloomConfig
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
-from kvloom_common.text.chat_template import ChatTemplate
 from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.redteam.echo_engine import MODEL, EchoEngine
+from lab.redteam.clients import open_link
+from lab.redteam.echo_engine import MODEL, EchoEngine, byte_tokenizer
 from router.core.core import RouterCore
 from router.core_settings import core_config
 from router.server import RouterServer
@@ -38,14 +36,6 @@ _START_SECONDS: Final = 20.0
 _REQUEST_SECONDS: Final = 30.0
 _PATIENCE_SECONDS: Final = 600.0
 """Longer than anything takes here, on any machine."""
-_END: Final = "<|end|>"
-_TEMPLATE: Final = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }} {{ m.reasoning_content or '' }} {{ m.content }}"
-    "{% for call in m.tool_calls or [] %} {{ call.id }} {{ call.function | tojson }}{% endfor %}"
-    "{{ '<|end|>' }}{% endfor %}"
-)
-"""Shows the model all that stands in a request's messages and tools."""
 
 
 class RedTeamFabric:
@@ -56,14 +46,11 @@ class RedTeamFabric:
         url: str,
         http: aiohttp.ClientSession,
         stub: RouterServiceStub,
-        link: GrpcRouterLink,
+        router_address: str,
         engine: EchoEngine,
-        tokenizer: ModelTokenizer,
     ) -> None:
-        self.link = link
-        """The edge's connection to the router."""
+        self.router_address = router_address
         self.engine = engine
-        self.tokenizer = tokenizer
         self._url = url
         self._http = http
         self._stub = stub
@@ -98,37 +85,21 @@ async def echo_fabric(
     config.safety.on_unavailable, config.safety.patience_seconds = "refuse", _PATIENCE_SECONDS
     config.router.max_queue_seconds = _PATIENCE_SECONDS
     config.router.placement.policy = "round_robin"  # there is one shard, and it takes all requests at once
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     model = ServedModel(MODEL, tokenizer, 1_700_000_000, "fp_redteam", ParserSpec("hermes", "qwen3"))
     async with contextlib.AsyncExitStack() as stack:
         config.safety.port = safety_port or await _safety(stack, policy)
         engine = EchoEngine(tokenizer, step_seconds)
         await _shard(stack, config, engine, tokenizer)
         address = await _router(stack, config, model)
-        link = GrpcRouterLink(address, "redteam")
-        await link.start()
-        stack.push_async_callback(link.close)
-        async with asyncio.timeout(_START_SECONDS):
-            while not any(each.num_ready_shards for each in link.fleet.models):
-                await link.wait_fleet_change()
+        link = await stack.enter_async_context(open_link(address))
         server = EdgeServer(Edge(KvloomConfig(), link, {MODEL: model}), shutdown_seconds=1.0)
         edge_address = await server.listen("127.0.0.1", 0)
         stack.push_async_callback(server.stop)
         timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
-        yield RedTeamFabric(f"http://{edge_address}", http, RouterServiceStub(channel), link, engine, tokenizer)
-
-
-def _byte_tokenizer() -> ModelTokenizer:
-    """A token for every byte, so that any text can be written in any parts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: token_id for token_id, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_END, normalized=False)])
-    ends = frozenset({len(alphabet)})  # the token that was added behind those of the bytes
-    return ModelTokenizer(tokenizer, template=ChatTemplate(_TEMPLATE, {}), eos_token_ids=ends)
+        yield RedTeamFabric(f"http://{edge_address}", http, RouterServiceStub(channel), address, engine)
 
 
 async def _safety(stack: contextlib.AsyncExitStack, policy: Path) -> int:

@@ -1,18 +1,20 @@
-"""A safety service that is killed, hangs and sends garbage, and the record of what it has judged."""
+"""A safety service that is killed, hangs and sends garbage, and notes what it has judged."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 
 from kvloom.v1.safety_service_pb2 import DECISION_ALLOW, DESCRIPTOR, ScreenRequest, ScreenResponse
 from kvloom_common.process.service import SERVER_OPTIONS
+from lab.redteam.processes import JudgedText, shared_state
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
 
@@ -57,33 +59,16 @@ KILLED: Final = "killed"
 HUNG: Final = "hung"
 
 
-class JudgedText:
-    """How much of each answer has been judged, by the `safety_identifier` of its request."""
-
-    def __init__(self) -> None:
-        self._allowed: set[str] = set()
-        self._clear: dict[str, int] = {}
-
-    def allow(self, name: str) -> None:
-        self._allowed.add(name)
-
-    def clear(self, name: str, num_chars: int) -> None:
-        self._clear[name] = max(num_chars, self._clear.get(name, 0))
-
-    def num_clear_chars(self, name: str) -> int:
-        """How many characters of the answer may be shown by now."""
-        return self._clear.get(name, 0) if name in self._allowed else 0
-
-
 class UnreliableSafety:
     """The real service at one port. Faults strike verdicts on answers, all kinds in turn, in an order from a seed."""
 
-    def __init__(self, policy: Path, seed: int) -> None:
+    def __init__(self, policy: Path, port: int, judged: JudgedText, seed: int) -> None:
+        """`judged` is told what was judged, before anybody can hear of it."""
         self._policy = policy
+        self._port = port
         self._rng = random.Random(seed)
-        self.judged = JudgedText()
+        self.judged = judged
         self.faults: Counter[str] = Counter()
-        self.port = 0
         self._num_until_fault = 1
         self._kinds: list[str] = []
         self._server: grpc.aio.Server
@@ -91,12 +76,12 @@ class UnreliableSafety:
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, at the same port as before."""
+        """Listen."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._servicer = SafetyServicer(PolicyFile(str(self._policy)))
         handler = grpc.stream_stream_rpc_method_handler(self._screen, ScreenRequest.FromString, _as_bytes)
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, {"Screen": handler})])
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
 
     async def stop(self) -> None:
@@ -149,9 +134,9 @@ class _JudgedStream:
     def __init__(self, service: UnreliableSafety, context: Any) -> None:
         self._service = service
         self._context = context
-        self._prompts: dict[int, str] = {}
-        """The `safety_identifier` by check."""
-        self._answers: dict[int, str] = {}
+        self._prompts: dict[int, int] = {}
+        """The number of the answer by check."""
+        self._answers: dict[int, int] = {}
         """The same by slot."""
         self._num_chars: dict[int, int] = {}
         """By slot, what has come of the answer."""
@@ -163,8 +148,8 @@ class _JudgedStream:
     async def read(self) -> object:
         frame = await self._context.read()
         if isinstance(frame, ScreenRequest):
-            self._prompts.update((check.check_id, check.safety_identifier) for check in frame.prompts)
-            self._answers.update((scope.slot, scope.safety_identifier) for scope in frame.scopes)
+            self._prompts.update((check.check_id, int(check.safety_identifier)) for check in frame.prompts)
+            self._answers.update((scope.slot, int(scope.safety_identifier)) for scope in frame.scopes)
             for slot, num_chars in (
                 *((cleared.slot, cleared.num_chars) for cleared in frame.cleared_texts),
                 *((slot, len(delta)) for slot, delta in zip(frame.slots, frame.deltas, strict=True)),
@@ -178,20 +163,44 @@ class _JudgedStream:
     def _note(self, response: ScreenResponse) -> None:
         judged = self._service.judged
         for verdict in response.prompts:
-            name = self._prompts.pop(verdict.check_id)
+            number = self._prompts.pop(verdict.check_id)
             if verdict.decision == DECISION_ALLOW:
-                judged.allow(name)
+                judged.allow(number)
         for halt in response.halts:
             self._halted.add(halt.slot)
             judged.clear(self._answers[halt.slot], halt.num_clear_chars)
         for slot, num_chars in zip(response.slots, response.num_clear_chars, strict=True):
             judged.clear(self._answers[slot], num_chars)
         for slot in response.closed_slots:
-            name, num_chars = self._answers.pop(slot), self._num_chars.pop(slot, 0)
+            number, num_chars = self._answers.pop(slot), self._num_chars.pop(slot, 0)
             if slot not in self._halted:
-                judged.clear(name, num_chars)
+                judged.clear(number, num_chars)
             self._halted.discard(slot)
 
 
 def _as_bytes(response: Any) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+class SafetyEnd(NamedTuple):
+    """Tells what has become of the service."""
+
+    faults: Counter[str]
+    max_rss_mb: float
+
+
+def break_safety(policy: Path, port: int, seed: int) -> SafetyEnd:
+    """Serve in this process, until the run is over."""
+    return asyncio.run(_break_safety(policy, port, seed))
+
+
+async def _break_safety(policy: Path, port: int, seed: int) -> SafetyEnd:
+    state = shared_state()
+    safety = UnreliableSafety(policy, port, state.judged, seed)
+    await safety.start()
+    state.safety_listens.set()
+    try:
+        await asyncio.to_thread(state.is_over.wait)
+    finally:
+        await safety.stop()
+    return SafetyEnd(safety.faults, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -1,41 +1,31 @@
 """Thousands of answers at once whose safety service is killed, hangs and sends garbage: is a character shown that it
-has not judged?"""
+has not judged?
+
+Router and shard are in this process, and clients and the safety service in one each: in a single one, ten thousand
+answers leave no time to answer pings, and streams between the parts break.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import itertools
-import random
 import resource
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.router_link.link import LinkRequest
-from kvloom.v1.generation_pb2 import (
-    FINISH_REASON_CONTENT_FILTER,
-    FINISH_REASON_STOP,
-    SequenceFinish,
-    SequenceStart,
-    StopConditions,
-)
-from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
-from lab.redteam.campaign import num_leaked_chars
-from lab.redteam.cases import RedTeamCase, cases_of
-from lab.redteam.echo_engine import MAX_PARTS, MODEL, OTHERWISE, EchoEngine, told_to_write
-from lab.redteam.fabric import RedTeamFabric, echo_fabric
-from lab.redteam.faults import JudgedText, UnreliableSafety
+from lab.free_ports import pick_free_ports
+from lab.redteam.clients import SeenAnswers, ask
+from lab.redteam.echo_engine import MAX_PARTS
+from lab.redteam.fabric import echo_fabric
+from lab.redteam.faults import SafetyEnd, break_safety
+from lab.redteam.processes import SharedState, process_pool
 from lab.redteam.rules import policy_text
 
 _STEP_SECONDS: Final = 0.02
 _STEP_SECONDS_PER_STREAM: Final = 0.00025
-"""More than it takes to compute: all parts of the fabric and its clients share one event loop."""
+"""More than it takes to compute: router and shard share one event loop."""
 _MAX_SECONDS: Final = 1800.0
-_MAX_PART_CHARS: Final = 9
-_SUBMITS_AT_ONCE: Final = 256
 _POLL_SECONDS: Final = 0.005
 _EVERYTHING: Final = """
 [[rules]]
@@ -49,28 +39,21 @@ max_length = 9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutageReport:
-    """Says what clients have seen."""
+    """Says what clients have seen, and which faults there were."""
 
-    num_streams: int
-    fates: dict[str, int]
-    """`whole`, `cut`, `refused`, or how else an answer has ended."""
+    seen: SeenAnswers
     faults: dict[str, int]
-    num_chars: int
-    """Characters that clients have got."""
-    num_unjudged_chars: int
-    num_leaked_chars: int
-    """Characters of forbidden texts that clients have got."""
-    wrong: Sequence[str]
-    """The streams that did not end as they should have, or that showed what they must not."""
     max_rss_mb: float
+    """The memory of all processes together."""
 
     @property
     def summary(self) -> str:
         """One paragraph."""
+        seen = self.seen
         return (
-            f"{self.num_streams:,} answers at once, and {sum(self.faults.values())} faults ({_listed(self.faults)}): "
-            f"{self.num_chars:,} characters shown, {self.num_unjudged_chars} without a verdict, "
-            f"{self.num_leaked_chars} of forbidden texts. {_listed(self.fates).capitalize()}; {len(self.wrong)} not as "
+            f"{seen.num_streams:,} answers at once, and {sum(self.faults.values())} faults ({_listed(self.faults)}): "
+            f"{seen.num_chars:,} characters shown, {seen.num_unjudged_chars} without a verdict, "
+            f"{seen.num_leaked_chars} of forbidden texts. {_listed(seen.fates).capitalize()}; {len(seen.wrong)} not as "
             f"without faults. At most {self.max_rss_mb:,.0f} MB, fabric and clients together."
         )
 
@@ -79,112 +62,42 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
 
 
-class _Stream:
-    """One request, and what its client sees of the answer (a sink of the link)."""
-
-    def __init__(self, case: RedTeamCase, judged: JudgedText) -> None:
-        self.case = case
-        self.is_in_prompt = case.number % 5 == 0
-        self.name = f"stream-{case.number}"
-        self.text = ""
-        self.fate = ""
-        self.num_unjudged_chars = 0
-        self.ended = asyncio.Event()
-        self._judged = judged
-
-    @property
-    def prompt(self) -> str:
-        return self.case.written if self.is_in_prompt else told_to_write(self.case.written, _MAX_PART_CHARS)
-
-    @property
-    def num_leaked_chars(self) -> int:
-        return num_leaked_chars(self.case, [self.text]) if self.case.layer is not None else 0
-
-    @property
-    def is_as_wanted(self) -> bool:
-        stopped = "refused" if self.is_in_prompt else "cut"
-        wanted = "whole" if self.case.layer is None else stopped
-        return self.fate == wanted and not self.num_unjudged_chars and not self.num_leaked_chars
-
-    def on_start(self, index: int, start: SequenceStart) -> None:
-        """Nothing is shown yet."""
-
-    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[Any]) -> None:  # noqa: ARG002  (the link calls it)
-        self.text += delta
-        num_unjudged = len(self.text) - self._judged.num_clear_chars(self.name)
-        self.num_unjudged_chars = max(self.num_unjudged_chars, num_unjudged)
-
-    def on_finish(self, index: int, finish: SequenceFinish) -> None:  # noqa: ARG002
-        whole = OTHERWISE if self.is_in_prompt else self.case.written
-        if finish.reason == FINISH_REASON_CONTENT_FILTER:
-            self.fate = "cut" if self.text or not self.is_in_prompt else "refused"
-        elif finish.reason == FINISH_REASON_STOP and self.text == whole:
-            self.fate = "whole"
-        else:
-            self.fate = finish.error.message or "incomplete"
-        self.ended.set()
-
-    def __str__(self) -> str:
-        return f"{self.case}: {self.fate}, {self.num_unjudged_chars} characters without a verdict: {self.text!r}"
-
-
 async def run_outages(redis_url: str, folder: Path, num_streams: int, seed: int = 0) -> OutageReport:
-    """Ask for so many answers at once, and look at them until the last has ended."""
+    """Ask for so many answers at once, and look at them until the last has ended. Raises TimeoutError."""
     policy = folder / "policy.toml"
     policy.write_text(policy_text() + _EVERYTHING, encoding="utf-8")
-    safety = UnreliableSafety(policy, seed)
-    streams = [_Stream(case, safety.judged) for case in itertools.islice(_cases(), num_streams)]
-    async with _fabric_with(safety, redis_url, policy, num_streams) as fabric, asyncio.timeout(_MAX_SECONDS):
-        engine = fabric.engine
-        engine.may_write.clear()
-        for number, stream in enumerate(streams):
-            if number % _SUBMITS_AT_ONCE == 0:
-                await _taken(number - _SUBMITS_AT_ONCE, engine, streams)
-            fabric.link.submit(_request(stream, fabric), stream)
-        await _taken(num_streams, engine, streams)
-        engine.may_write.set()
-        for stream in streams:
-            await stream.ended.wait()
-    return OutageReport(
-        num_streams=num_streams,
-        fates=dict(Counter(stream.fate for stream in streams)),
-        faults=dict(safety.faults),
-        num_chars=sum(len(stream.text) for stream in streams),
-        num_unjudged_chars=sum(stream.num_unjudged_chars for stream in streams),
-        num_leaked_chars=sum(stream.num_leaked_chars for stream in streams),
-        wrong=[str(stream) for stream in streams if not stream.is_as_wanted],
-        max_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    )
-
-
-async def _taken(num_streams: int, engine: EchoEngine, streams: Sequence[_Stream]) -> None:
-    """Return when the engine has so many requests, apart from those that were refused before (it has no event)."""
-    while engine.num_submitted + sum(stream.ended.is_set() for stream in streams) < num_streams:  # noqa: ASYNC110
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-@contextlib.asynccontextmanager
-async def _fabric_with(
-    safety: UnreliableSafety, redis_url: str, policy: Path, num_streams: int
-) -> AsyncIterator[RedTeamFabric]:
+    [safety_port] = pick_free_ports(1)
     step_seconds = _STEP_SECONDS + _STEP_SECONDS_PER_STREAM * min(num_streams, MAX_PARTS)
-    await safety.start()
-    try:
-        async with echo_fabric(redis_url, policy, safety.port, step_seconds) as fabric:
-            yield fabric
-    finally:
-        await safety.stop()
+    state, loop = SharedState(num_streams), asyncio.get_running_loop()
+    with process_pool(2, state) as pool:
+        safety: asyncio.Future[SafetyEnd] = loop.run_in_executor(pool, break_safety, policy, safety_port, seed)
+        try:
+            async with asyncio.timeout(_MAX_SECONDS):
+                await _until(state.safety_listens.is_set, safety)
+                async with echo_fabric(redis_url, policy, safety_port, step_seconds) as fabric:
+                    engine = fabric.engine
+                    engine.may_write.clear()
+                    asked = loop.run_in_executor(pool, ask, fabric.router_address, num_streams)
+
+                    def have_ended() -> bool:
+                        state.num_taken.value = engine.num_submitted
+                        if state.may_write.is_set():
+                            engine.may_write.set()
+                        return asked.done()
+
+                    await _until(have_ended, safety)
+                    seen = await asked
+        finally:
+            state.is_over.set()
+        end = await safety
+    own_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return OutageReport(seen, dict(end.faults), own_mb + seen.max_rss_mb + end.max_rss_mb)
 
 
-def _cases() -> Iterator[RedTeamCase]:
-    """Harmless texts, and attacks that rules claim to find, of all seeds."""
-    for seed in itertools.count():
-        cases = [case for case in cases_of(seed) if case.is_claimed or case.layer is None]
-        random.Random(seed).shuffle(cases)
-        yield from cases
-
-
-def _request(stream: _Stream, fabric: RedTeamFabric) -> LinkRequest:
-    wanted = GenerateRequest(model=MODEL, stop=StopConditions(max_tokens=1000), n=1, safety_identifier=stream.name)
-    submit = Submit(request=wanted, request_id=stream.name, prompt_text=stream.prompt)
-    return LinkRequest(submit, fabric.tokenizer.encode_now(stream.prompt))
+async def _until(condition: Callable[[], bool], process: asyncio.Future[Any]) -> None:
+    """Return when the condition holds (there are no events between processes). Raises what has ended the process
+    before."""
+    while not condition():
+        if process.done():
+            raise RuntimeError(f"the safety service's process has ended: {process.result()}")
+        await asyncio.sleep(_POLL_SECONDS)

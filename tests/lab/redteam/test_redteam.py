@@ -9,12 +9,14 @@ import pytest
 
 from lab.redteam.campaign import num_leaked_chars, run_cases
 from lab.redteam.cases import CASES_PER_SEED, RedTeamCase, cases_of, cases_of_seeds
+from lab.redteam.clients import AskedStream
 from lab.redteam.fabric import echo_fabric
 from lab.redteam.faults import GARBLES, HUNG, KILLED
 from lab.redteam.latency import latency_by_layer
 from lab.redteam.mutators import MUTATORS
 from lab.redteam.outages import run_outages
 from lab.redteam.places import PLACES
+from lab.redteam.processes import JudgedText
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
 from router.core.relay import verdicts
@@ -80,9 +82,10 @@ async def test_nothing_is_shown_without_a_verdict_while_the_service_fails(
     """It is killed, hangs and sends garbage, and still each answer ends as it does without that: whole, cut or
     refused."""
     report = await run_outages(router_redis_url, tmp_path, NUM_STREAMS)
-    assert not report.wrong, "\n".join(report.wrong)
-    assert report.num_unjudged_chars == report.num_leaked_chars == 0
-    assert report.fates.keys() == {"whole", "cut", "refused"}
+    seen = report.seen
+    assert not seen.wrong, "\n".join(seen.wrong)
+    assert seen.num_unjudged_chars == seen.num_leaked_chars == 0
+    assert seen.fates.keys() == {"whole", "cut", "refused"}
     assert report.faults
 
 
@@ -90,21 +93,35 @@ async def test_nothing_is_shown_without_a_verdict_while_the_service_fails(
 async def test_thousands_of_streams_while_the_service_fails(router_redis_url: str, tmp_path: Path) -> None:
     """As many at once as a large router has, so that frames are large, and every kind of fault strikes them."""
     report = await run_outages(router_redis_url, tmp_path, NUM_LONG_STREAMS)
-    assert not report.wrong, report.summary
-    assert report.num_unjudged_chars == report.num_leaked_chars == 0
+    assert not report.seen.wrong, report.summary
+    assert report.seen.num_unjudged_chars == report.seen.num_leaked_chars == 0
     assert report.faults.keys() == {KILLED, HUNG, *GARBLES}
 
 
-@pytest.mark.parametrize(
-    "bug", [believes_any_number, pytest.param(shows_what_was_held_when_safety_returns, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("bug", [believes_any_number, shows_what_was_held_when_safety_returns])
 async def test_text_without_a_verdict_is_found(
     router_redis_url: str, tmp_path: Path, bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A count of 0 would prove nothing if it were always 0."""
     bug(monkeypatch)
     report = await run_outages(router_redis_url, tmp_path, NUM_STREAMS, seed=CLEARS_TOO_MUCH_FIRST)
-    assert report.num_unjudged_chars > 0
+    assert report.seen.num_unjudged_chars > 0
+
+
+def test_a_client_counts_what_it_sees_before_its_verdict() -> None:
+    """The verdicts are those of another process, which notes them before it sends them."""
+    judged = JudgedText(2)
+    stream = AskedStream(1, next(case for case in cases_of(0) if case.layer is None), judged)
+    judged.clear(1, 3)
+    stream.on_tokens(0, "ab", [1, 2], ())
+    assert stream.num_unjudged_chars == 2  # the prompt is not allowed yet
+    judged.allow(1)
+    stream.on_tokens(0, "c", [3], ())
+    assert stream.num_unjudged_chars == 2
+    stream.on_tokens(0, "defg", [4], ())
+    assert stream.num_unjudged_chars == 4
+    assert not stream.is_as_wanted
 
 
 def test_a_seed_gives_the_same_cases_and_all_seeds_everything_there_is() -> None:
