@@ -79,7 +79,10 @@ class Prefilter:
 class PrefilteredAnswers:
     """The answers that one connection screens, by slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_searched: bool = False) -> None:
+        """`are_searched`: the core has searched what is new, by the current prefilter. It has not where an answer began
+        under another one."""
+        self._are_searched = are_searched
         self.prefilter: Prefilter | None = None
         """The prefilter of the current policy. An answer keeps the one that was current when the service first received
         text of it."""
@@ -98,7 +101,7 @@ class PrefilteredAnswers:
         moved = [slot for slot, answer in self._answers.items() if answer.is_clear and slot not in closing]
         for slot in moved:
             answer = successor._answers[slot] = self._answers.pop(slot)
-            answer.is_open = False
+            answer.is_open, answer.is_moved = False, True
             answer.num_skipped = answer.num_chars
 
     def take(
@@ -114,7 +117,7 @@ class PrefilteredAnswers:
         is nothing. `skips` are (slot, number of characters, the last of them) that the core has cleared before the
         slot's delta; `scopes` are those of slots that open."""
         current = self.prefilter
-        is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
+        is_plain: bool | None = None
         answers = self._answers
         for scope in scopes:
             answers[scope.slot] = _Answer(scope)
@@ -132,8 +135,10 @@ class PrefilteredAnswers:
             if answer is None:
                 answer = answers[slot] = _Answer()
             answer.num_chars += len(delta)
-            if answer.is_clear:
+            if answer.is_clear and not (self._are_searched and answer.follows(current)):
                 own = answer.prefilter if answer.is_open else current
+                if is_plain is None:
+                    is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
                 if (is_plain and own is current) or (own is not None and not own.is_suspicious(delta)):
                     answer.num_skipped += len(delta)
                     answer.last_char = delta[-1]
@@ -203,7 +208,7 @@ class Outgoing:
 
 
 class _Answer:
-    __slots__ = ("is_clear", "is_open", "last_char", "num_chars", "num_skipped", "prefilter", "scope")
+    __slots__ = ("is_clear", "is_moved", "is_open", "last_char", "num_chars", "num_skipped", "prefilter", "scope")
 
     def __init__(self, scope: AnswerScope | None = None) -> None:
         self.scope = scope
@@ -216,6 +221,12 @@ class _Answer:
         """True when the service has received any of its text."""
         self.is_clear = True
         """True when the service has cleared everything that it received."""
+        self.is_moved = False
+        """True when another connection has screened its beginning."""
+
+    def follows(self, current: Prefilter | None) -> bool:
+        """True when the core has the prefilter that is current here as that of the answer."""
+        return not self.is_moved and (self.prefilter is None or self.prefilter is current)
 
 
 def _expression(

@@ -64,9 +64,16 @@ class SafetyLink:
     """The connection to a safety service. `run` is its only task."""
 
     def __init__(
-        self, candidates: Callable[[], Sequence[str]], driver: CoreDriver, trust: FabricTrust = NO_SECRET
+        self,
+        candidates: Callable[[], Sequence[str]],
+        driver: CoreDriver,
+        trust: FabricTrust = NO_SECRET,
+        *,
+        answers_are_gated: bool = False,
     ) -> None:
-        """`candidates` returns the addresses to try, the first one first."""
+        """`candidates` returns the addresses to try, the first one first. `answers_are_gated`: so the core searches
+        what is new in them (see PrefilteredAnswers)."""
+        self._answers_are_gated = answers_are_gated
         self._candidates = candidates
         self._driver = driver
         self._trust = trust
@@ -203,7 +210,7 @@ class SafetyLink:
         failure: BaseException = LinkError("no safety service is known")
         for address in self._candidates():
             try:
-                return await SafetyStream.open(address, self._trust)
+                return await SafetyStream.open(address, self._trust, answers_are_searched=self._answers_are_gated)
             except _BREAKS as error:
                 raise_if_cancelled()
                 failure = error

@@ -36,10 +36,17 @@ class SafetyStream:
     """Whatever waits is sent as one frame, with each answer's text joined."""
 
     def __init__(
-        self, address: str, channel: grpc.aio.Channel, call: ScreenCall, policy: safety_service_pb2.PolicyState
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        call: ScreenCall,
+        policy: safety_service_pb2.PolicyState,
+        *,
+        answers_are_searched: bool = False,
     ) -> None:
+        """`answers_are_searched`: see PrefilteredAnswers."""
         self.address = address
-        self.answers = PrefilteredAnswers()
+        self.answers = PrefilteredAnswers(are_searched=answers_are_searched)
         self.outgoing = Outgoing()
         self.is_replaced = False
         """Another stream has taken its place; this one still screens the answers that are not clear."""
@@ -56,7 +63,9 @@ class SafetyStream:
         self.take_policy(policy)
 
     @classmethod
-    async def open(cls, address: str, trust: FabricTrust = NO_SECRET) -> SafetyStream:
+    async def open(
+        cls, address: str, trust: FabricTrust = NO_SECRET, *, answers_are_searched: bool = False
+    ) -> SafetyStream:
         """Opens a stream, which the caller must close. Raises AioRpcError, TimeoutError, LinkError."""
         channel = trust.open_channel(address, "safety", options=LINK_OPTIONS)
         call: ScreenCall | None = None
@@ -64,7 +73,8 @@ class SafetyStream:
             local = await connect_local(address, safety_service_pb2.ScreenResponse)
             call = local or safety_service_pb2_grpc.SafetyServiceStub(channel).Screen()
             async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-                return cls(address, channel, call, _policy_in(await call.read()))
+                policy = _policy_in(await call.read())
+                return cls(address, channel, call, policy, answers_are_searched=answers_are_searched)
         except BaseException:
             if call is not None:
                 call.cancel()

@@ -18,13 +18,25 @@ from tests.property.test_router_prefilter import RULE, Service, deltas_of, rule_
 CLIENT_SLOT = 1
 
 
+class CountingFilter(Prefilter):
+    """Counts its searches."""
+
+    num_searches = 0
+
+    def is_suspicious(self, text: str) -> bool:
+        self.num_searches += 1
+        return super().is_suspicious(text)
+
+
 class Gate:
     """A core with one gated answer, its safety link and the service behind it."""
 
-    def __init__(self, rules: RuleSet) -> None:
+    def __init__(self, rules: RuleSet, *, are_searched: bool = True) -> None:
         announced = answer_prefilter(rules)
-        self.answers = PrefilteredAnswers()
-        self.answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
+        self.answers = PrefilteredAnswers(are_searched=are_searched)
+        self.answers.prefilter = (
+            CountingFilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
+        )
         self.service = Service(rules)
         self.rig = CoreRig(safety=None, max_uncleared_tokens=1000)
         self.rig.handle(SafetyUp(False, True, self.answers.prefilter))
@@ -88,6 +100,20 @@ def test_the_core_shows_what_full_screening_shows(rules: RuleSet, deltas: list[s
             assert len(gate.text) == max(end for end in ends if end <= history[number])
     gate.take(gate.rig.finish("s0", gate.slot))
     assert gate.text == (whole[:fully_shown] if is_halted else whole)
+
+
+def test_what_the_core_has_searched_is_not_searched_again() -> None:
+    """A token in which something may begin costs a search, and another one in the link would find the same."""
+    searches: dict[bool, int] = {}
+    for are_searched in (True, False):
+        gate = Gate(RuleSet([Phrase(RULE, "zebras", True)], []), are_searched=are_searched)
+        gate.take(gate.rig.start("s0", gate.slot, 9, "some "))
+        for _ in range(5):
+            gate.take(gate.rig.step("s0", (gate.slot, [9], "zebra ")))
+        assert isinstance(gate.answers.prefilter, CountingFilter)
+        searches[are_searched] = gate.answers.prefilter.num_searches
+        assert (gate.text, gate.num_asked) == ("some " + "zebra " * 5, 5)
+    assert searches[True] < searches[False]
 
 
 def test_plain_text_asks_the_service_nothing() -> None:
