@@ -7,7 +7,9 @@ from pathlib import Path
 
 import structlog
 
+from kvloom_common.audit.keys import Retention
 from kvloom_common.audit.log import AuditLog
+from kvloom_common.config import SafetyConfig
 from kvloom_common.tracing import attributes
 from kvloom_common.tracing.spans import Span
 from kvloom_common.tracing.trace_context import TraceContext, parse_traceparent, router_span
@@ -27,9 +29,10 @@ class Audit:
         self._tracer = tracer
 
     @classmethod
-    def at(cls, directory: str, name: str, retention_days: int, tracer: Tracer | None = None) -> Audit:
+    def at(cls, config: SafetyConfig, name: str, tracer: Tracer | None = None) -> Audit:
         """The audit of the process with this name; without a directory it has no audit log. Raises OSError."""
-        return cls(AuditLog(Path(directory), name, retention_days) if directory else None, tracer)
+        retention = Retention(config.audit_retention_days, config.audit_retention_by_tenant)
+        return cls(AuditLog(Path(config.audit_dir), name, retention) if config.audit_dir else None, tracer)
 
     def close(self) -> None:
         """Close the audit log, if there is one."""

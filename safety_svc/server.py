@@ -159,7 +159,7 @@ async def serve(
     try:
         policy_file = PolicyFile(config.safety.policy_file)
         tracer = open_tracer(config.tracing, "safety", name)
-        audit = Audit.at(config.safety.audit_dir, name, config.safety.audit_retention_days, tracer)
+        audit = Audit.at(config.safety, name, tracer)
     except PolicyError as error:
         raise StartError(str(error)) from error
     except OSError as error:

@@ -8,8 +8,10 @@ import contextlib
 import datetime
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -21,6 +23,17 @@ _NONCE_BYTES: Final = 12
 _NAME_CHARS: Final = 32
 _DAY_CHARS: Final = 10
 _SUFFIX: Final = ".key"
+
+
+class Retention(NamedTuple):
+    """How many days excerpts can be read; 0: until they are erased."""
+
+    days: int = 0
+    by_tenant: Mapping[str, int] = MappingProxyType({})
+    """Those of tenants with other ones."""
+
+    def __bool__(self) -> bool:
+        return bool(self.days or any(self.by_tenant.values()))
 
 
 class AuditKeys:
@@ -52,9 +65,15 @@ class AuditKeys:
         begin = _name(tenant) if user is None else f"{_name(tenant)}-{_name(user)}"
         return sum(map(_removed, self._directory.glob(f"{begin}-*{_SUFFIX}")))
 
-    def expire(self, before: datetime.date) -> int:
-        """Destroy the keys of the days before this one. Returns how many there were. Raises OSError."""
-        old = [path for path in self._directory.glob(f"*-*{_SUFFIX}") if path.stem[-_DAY_CHARS:] < str(before)]
+    def expire(self, today: datetime.date, retention: Retention) -> int:
+        """Destroy the keys of days that are too long ago. Returns how many there were. Raises OSError."""
+        oldest = {_name(tenant): _first_day(today, days) for tenant, days in retention.by_tenant.items()}
+        usual = _first_day(today, retention.days)
+        old = [
+            path
+            for path in self._directory.glob(f"*-*{_SUFFIX}")
+            if path.stem[-_DAY_CHARS:] < oldest.get(path.stem[:_NAME_CHARS], usual)
+        ]
         return sum(map(_removed, old))
 
     def _path(self, tenant: str, day: datetime.date, user: str) -> Path:
@@ -67,6 +86,11 @@ class AuditKeys:
         make_private_folder(self._directory)
         write_once(path, os.urandom(_KEY_BYTES))  # or another service's, which was faster
         return path.read_bytes()
+
+
+def _first_day(today: datetime.date, days: int) -> str:
+    """The first day whose keys stay."""
+    return str(today - datetime.timedelta(days=days)) if days else ""
 
 
 def _removed(path: Path) -> int:

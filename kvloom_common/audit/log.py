@@ -18,11 +18,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvloom_common.audit.keys import AuditKeys
+from kvloom_common.audit.keys import AuditKeys, Retention
 from kvloom_common.private_file import make_private_folder, open_private_file
 
 KEYS: Final = "keys"
 """The directory of the keys, within that of the log."""
+FOREVER: Final = Retention()
 FIRST: Final = "0" * 64
 """The hash before the first record of a file."""
 Event = Literal["blocked", "flagged", "computed", "erased", "upheld", "reversed"]
@@ -108,12 +109,11 @@ def hash_of(line: bytes) -> str:
 class AuditLog:
     """One file that is being written. Records are written before the verdict is sent."""
 
-    def __init__(self, directory: Path, name: str, retention_days: int = 0) -> None:
-        """`name` is the process's. `retention_days`: keys of excerpts that are older are destroyed; 0: none are. Raises
-        OSError."""
+    def __init__(self, directory: Path, name: str, retention: Retention = FOREVER) -> None:
+        """`name` is the process's. `retention`: keys of older excerpts are destroyed. Raises OSError."""
         make_private_folder(directory)
         self.keys = AuditKeys(directory / KEYS)
-        self._retention_days = retention_days
+        self._retention = retention
         self._expired_on: datetime.date | None = None
         path = directory / f"{name}-{time.time_ns()}-{os.getpid()}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
@@ -134,9 +134,9 @@ class AuditLog:
         line = msgspec.json.encode(record)
         self._file.write(line + b"\n")
         self._number, self._before = record.number, hash_of(line)
-        if self._retention_days and self._expired_on != record.day:
+        if self._retention and self._expired_on != record.day:
             self._expired_on = record.day
-            self.keys.expire(record.day - datetime.timedelta(days=self._retention_days))
+            self.keys.expire(record.day, self._retention)
         return self._before
 
 

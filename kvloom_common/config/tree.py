@@ -77,6 +77,8 @@ class SafetyConfig(Section):
     it can be verified and erased (docs/operate/audit.md). Empty: only the ordinary log has it."""
     audit_retention_days: Annotated[int, Meta(ge=0)] = 30
     """How long the audit log's excerpts can be read. 0: until they are erased."""
+    audit_retention_by_tenant: dict[str, Annotated[int, Meta(ge=0)]] = {}
+    """The same for tenants with another one: {"acme/web" = 7}."""
     answer_mode: Annotated[Literal["gate", "async", "off"], BY_ROUTERS] = "gate"
     """gate: text is held until it is screened. async: text is sent at once, and the request is halted on a hit."""
     on_unavailable: Annotated[Literal["refuse", "allow"], BY_ROUTERS] = "refuse"

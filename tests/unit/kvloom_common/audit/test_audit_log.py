@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom_common.audit.log import KEYS, AuditLog, BrokenChainError, heads, read_log
+from kvloom_common.audit.keys import AuditKeys, Retention
+from kvloom_common.audit.log import FOREVER, KEYS, AuditLog, BrokenChainError, heads, read_log
 from tests.examples import num_examples
 
 SECRET = "eve@example.org"
 
 
-def opened(directory: Path, retention_days: int = 0) -> AuditLog:
-    log = AuditLog(directory, "safety-0", retention_days)
+def opened(directory: Path, retention: Retention = FOREVER) -> AuditLog:
+    log = AuditLog(directory, "safety-0", retention)
     _OPEN.append(log)
     return log
 
@@ -88,10 +89,23 @@ def test_retention_destroys_old_keys(tmp_path: Path) -> None:
     day = datetime.timedelta(days=1)
     old = log.keys.seal("old", "acme", today - 3 * day)
     younger = log.keys.seal("younger", "acme", today - 2 * day)
-    opened(tmp_path, retention_days=2).append("flagged", tenant="acme")
+    opened(tmp_path, Retention(2)).append("flagged", tenant="acme")
     assert log.keys.open(old, "acme", today - 3 * day) is None
     assert log.keys.open(younger, "acme", today - 2 * day) == "younger"
     assert excerpts(tmp_path, log)[0] == f"{SECRET} 0"
+
+
+@pytest.mark.parametrize("usual_days", [2, 0])
+def test_tenants_have_a_retention_of_their_own(tmp_path: Path, usual_days: int) -> None:
+    """A contract may ask for less than the operator keeps, or for more."""
+    keys, day = AuditKeys(tmp_path / KEYS), datetime.timedelta(days=1)
+    today = datetime.datetime.now(datetime.UTC).date()
+    then = today - 3 * day
+    sealed = {tenant: keys.seal("old", tenant, then) for tenant in ("short", "long", "usual", "kept")}
+    by_tenant = {"short": 1, "long": 5, "kept": 0}
+    opened(tmp_path, Retention(usual_days, by_tenant)).append("flagged", tenant="acme")
+    gone = {tenant for tenant, excerpt in sealed.items() if keys.open(excerpt, tenant, then) is None}
+    assert gone == ({"short", "usual"} if usual_days else {"short"})
 
 
 @given(data=st.data())
