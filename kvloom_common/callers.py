@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -63,6 +63,12 @@ class Callers:
         """Returns the salts that separate these callers in caches. `key`: see CacheSalts; without one, the salts are
         for this process alone."""
         return CacheSalts(key, None if self.identities is None else self.identities.tenants.cache_scope)
+
+    def guardrails(self, caller: str, named: Sequence[str] | None) -> Sequence[str]:
+        """The rules of the safety policy that hold for a request besides those that hold anyway: those that its caller
+        has chosen, and those that it names."""
+        chosen = () if self.identities is None else self.identities.tenants.guardrails(caller)
+        return tuple(dict.fromkeys((*chosen, *(named or ())))) if chosen else named or ()
 
     def name_of_id(self, verified_id: str) -> str:
         """The name of a caller to whom the verifier has given this id."""

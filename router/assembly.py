@@ -150,6 +150,7 @@ def assemble(
         salts,
         _kv_share_of(config, callers, trust),
         identities.tenants.check_residency if identities is not None and config.fabric.cell else None,
+        None if identities is None else identities.tenants.guardrails,
         meters_usage=config.control.enabled,
         caches_results=config.router.result_cache.enabled,
         gives_receipts=config.router.receipts.enabled,
@@ -302,7 +303,7 @@ def _safety_link(
     """Returns None when there is no safety service. Raises StartError when requests need one and none is configured."""
     safety = config.safety
     if safety.port or safety.discover:
-        return SafetyLink(finder.candidates, driver, trust)
+        return SafetyLink(finder.candidates, driver, trust, answers_are_gated=safety.answer_mode == "gate")
     if safety.on_unavailable == "refuse":
         raise service.StartError(
             "safety.port is not set: configure a safety service, find one in the registry by safety.discover = true, "

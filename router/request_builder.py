@@ -61,6 +61,7 @@ class RequestBuilder:
         cache_salts: CacheSalts = NO_SALTS,
         kv_share_of: Callable[[str], KvShare | None] | None = None,
         check_residency: Callable[[str], None] | None = None,
+        guardrails_of: Callable[[str], Sequence[str]] | None = None,
         *,
         meters_usage: bool = False,
         caches_results: bool = False,
@@ -76,6 +77,7 @@ class RequestBuilder:
         self._classes = classes
         self._tickets = tickets
         self._meters_usage = meters_usage
+        self._guardrails_of = guardrails_of
         self._extras: list[Extra] = []
         if check_residency is not None:
             self._extras.append(partial(_check_residency, check_residency))
@@ -138,9 +140,10 @@ class RequestBuilder:
         )
         if scope is not TRUSTED:
             request = self._from_outside(request, submit, wanted, model, num_choices)
+        chosen = () if self._guardrails_of is None else self._guardrails_of(tenant)
+        if chosen or wanted.guardrails or wanted.safety_identifier:
+            request = msgspec.structs.replace(request, **_safety(wanted, chosen))
         changes: dict[str, Any] = {}
-        if wanted.guardrails or wanted.safety_identifier:
-            changes.update(_safety(wanted))
         for extra in self._extras:
             changes.update(extra(request, submit, wanted, model))
         if self._classes or wanted.priority_class or wanted.fairness_id or scope.access is not None:
@@ -278,8 +281,8 @@ def _calls(request: Request, submit: Submit, _wanted: GenerateRequest, model: Se
     return {"call_reader": partial(call_reader, form, tokenizer, request.sampling.shown_special_token_ids)}
 
 
-def _safety(wanted: GenerateRequest) -> Mapping[str, Any]:
-    """Raises KvloomError (INVALID_ARGUMENT)."""
+def _safety(wanted: GenerateRequest, chosen: Sequence[str]) -> Mapping[str, Any]:
+    """`chosen`: the guardrails of the tenant. Raises KvloomError (INVALID_ARGUMENT)."""
     names = wanted.guardrails
     if len(wanted.safety_identifier) > MAX_SAFETY_IDENTIFIER_CHARS:
         message = f"safety_identifier has at most {MAX_SAFETY_IDENTIFIER_CHARS} characters."
@@ -287,7 +290,7 @@ def _safety(wanted: GenerateRequest) -> Mapping[str, Any]:
     if len(names) > MAX_GUARDRAILS or any(not 0 < len(name) <= MAX_NAME_CHARS for name in names):
         message = f"guardrails has at most {MAX_GUARDRAILS} names of 1 to {MAX_NAME_CHARS} characters."
         raise invalid_argument(message, "guardrails")
-    return {"guardrails": tuple(dict.fromkeys(names)), "safety_identifier": wanted.safety_identifier}
+    return {"guardrails": tuple(dict.fromkeys((*chosen, *names))), "safety_identifier": wanted.safety_identifier}
 
 
 def _kept(
@@ -303,7 +306,7 @@ def _kept(
         return {}
     return {
         "is_cacheable": caches_results
-        and not (wanted.no_result_cache or wanted.guardrails)
+        and not (wanted.no_result_cache or request.guardrails)
         and _is_deterministic(wanted, request, model),
         "wants_receipt": gives_receipts and wanted.receipt,
     }

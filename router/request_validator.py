@@ -101,6 +101,7 @@ class RequestValidator:
         cache_salts: CacheSalts = NO_SALTS,
         kv_share_of: Callable[[str], KvShare | None] | None = None,
         check_residency: Callable[[str], None] | None = None,
+        guardrails_of: Callable[[str], Sequence[str]] | None = None,
         *,
         meters_usage: bool = False,
         caches_results: bool = False,
@@ -113,8 +114,9 @@ class RequestValidator:
         """`models`: by name and alias, and with adapters; they may come and go. `adapter_named` also finds the adapters
         of models without a card, with their models. `kv_share_of` gives the guaranteed share of a caller; None: there
         are none. `check_residency` raises KvloomError for a tenant whose requests may not be computed here; None: all
-        may. `meters_usage`: requests get what usage records need. `holds_calls`: answers are gated. `classes`:
-        those that are declared, with the built-in ones. `prefers_others`: whether a model is to be passed by requests
+        may. `guardrails_of` gives the rules that a tenant has chosen; None: there are none. `meters_usage`: requests
+        get what usage records need. `holds_calls`: answers are gated. `classes`: those that are declared, with the
+        built-in ones. `prefers_others`: whether a model is to be passed by requests
         that may have another; None: none is. `tickets`: of answers of clients outside the fabric; None: there are no
         such clients."""
         self._models = models
@@ -128,6 +130,7 @@ class RequestValidator:
             cache_salts,
             kv_share_of,
             check_residency,
+            guardrails_of,
             meters_usage=meters_usage,
             caches_results=caches_results,
             gives_receipts=gives_receipts,

@@ -68,6 +68,7 @@ projects = sa.Table(
     sa.Column("disabled", sa.Boolean, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("residency", sa.JSON, nullable=False, server_default="[]"),
+    sa.Column("guardrails", sa.JSON, nullable=False, server_default="[]"),
 )
 
 users = sa.Table(

@@ -1,5 +1,5 @@
-"""Checks names, times, scopes, models, cells and priority classes. All functions return what they were given, or raise
-KvloomError (INVALID_ARGUMENT) that names the field."""
+"""Checks names, times, scopes, models, cells, guardrails and priority classes. All functions return what they were
+given, or raise KvloomError (INVALID_ARGUMENT) that names the field."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ MAX_MODELS_BYTES: Final = 16 * 2**10
 MAX_CLASSES: Final = 18
 """Those that may be declared (docs/concepts/scheduling.md), and the built-in ones."""
 MAX_CELLS: Final = 16
+MAX_GUARDRAILS: Final = 16
+"""Half of those that a request may have (router/request_builder.py): it may name as many more."""
 MAX_TIME: Final = 253_402_300_800.0
 """The year 10000."""
 
@@ -115,6 +117,15 @@ def residency(cells: Sequence[str], field: str, before: Sequence[str] = ()) -> l
     if len(cells) > MAX_CELLS:
         raise invalid_argument(f"There are at most {MAX_CELLS} cells.", field)
     return list(dict.fromkeys(organisation_id(cell, field) for cell in cells))
+
+
+def guardrails(given: Sequence[str], field: str) -> list[str]:
+    """Checks number and form: which rules there are is known to the safety service alone."""
+    if len(given) > MAX_GUARDRAILS or any(not 0 < len(name) <= MAX_NAME_CHARS for name in given):
+        raise invalid_argument(
+            f"There are at most {MAX_GUARDRAILS} guardrails, with names of 1 to {MAX_NAME_CHARS} characters.", field
+        )
+    return list(dict.fromkeys(given))
 
 
 def priority_classes(given: Sequence[str], field: str) -> list[str]:

@@ -67,7 +67,7 @@ def _by_operator(known: Mapping[str, Any], changed: Mapping[str, Any], paths: It
     return {name: value for name, value in found.items() if name in _RESTRICTIONS and value}
 
 
-_RESTRICTIONS: Final = ("limits", "disabled", "expires_at", REVOKED, *_LISTS)
+_RESTRICTIONS: Final = ("limits", "disabled", "expires_at", REVOKED, "guardrails", *_LISTS)
 
 
 def _is_within(name: str, value: Any, most: Any) -> bool:
@@ -75,6 +75,8 @@ def _is_within(name: str, value: Any, most: Any) -> bool:
         return bool(value)
     if name == "expires_at":
         return value is not None and value <= most
+    if name == "guardrails":
+        return set(value) >= set(most)  # each restricts
     if name == "models":
         return bool(value) and all(_includes(most, pattern) for pattern in value)
     if name in _LISTS:

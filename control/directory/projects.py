@@ -48,7 +48,7 @@ async def insert(change: DirectoryChange, project_id: str, *, create_organisatio
         await organisations.insert(change, organisation)
     await change.require_unused("tenant", project_id)
     defaults = {"tier": None, "limits": {}, "cache_scope": "", "models": [], "disabled": False, "operator_set": {}}
-    defaults |= {"residency": [], **priority_classes.NONE_GIVEN}
+    defaults |= {"residency": [], "guardrails": [], **priority_classes.NONE_GIVEN}
     row = {"id": project_id, "organisation": organisation, "created_at": change.now, **defaults, **columns}
     await change.connection.execute(sa.insert(projects).values(row))
     change.touch("tenant", [project_id])
@@ -100,6 +100,7 @@ def _readers(change: DirectoryChange, before: Row, tiers: Mapping[str, Any]) -> 
         "cache_scope": lambda one: _cache_scope(change.actor, one.cache_scope),
         "models": lambda one: names.models(one.models, "project.models", before.get("models", ())),
         "residency": lambda one: names.residency(one.residency, "project.residency", before.get("residency", ())),
+        "guardrails": lambda one: names.guardrails(one.guardrails, "project.guardrails"),
         "disabled": lambda one: one.disabled,
     }
 

@@ -28,6 +28,7 @@ KEPT_TIMES: Final = 10
 """So many times the quota are kept of keys that have ended, and of ids of projects and users that were used."""
 _TEXTS: Final = (
     *("name", "scopes", "models", "priority_classes", "default_priority_class", "limits", "cache_scope", "residency"),
+    "guardrails",
 )
 _COUNTED: Final = {"key": "max_keys", "tenant": "max_projects", "user": "max_users"}
 

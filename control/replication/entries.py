@@ -32,7 +32,8 @@ _ORGANISATIONS: Final = sa.select(
 _TENANTS: Final = sa.select(
     *_columns(
         projects,
-        "id tier limits operator_set cache_scope models disabled priority_classes default_priority_class residency",
+        "id tier limits operator_set cache_scope models disabled priority_classes default_priority_class residency "
+        "guardrails",
     )
 )
 _ENDED: Final = 1.0
@@ -92,8 +93,11 @@ async def read_tenants(
             priority_classes=classes,
             default_priority_class=default,
             residency=residency,
+            guardrails=guardrails,
         )
-        for one, tier, limits, operator_set, cache_scope, models, disabled, classes, default, residency in rows
+        for one, tier, limits, operator_set, cache_scope, models, disabled, classes, default, residency, guardrails in (
+            rows
+        )
     ]
 
 

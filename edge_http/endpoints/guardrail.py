@@ -74,7 +74,7 @@ async def guardrail(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
         if len(texts) > MAX_TEXTS or sum(map(len, texts)) > MAX_CHARS:
             message = f"There are at most {MAX_TEXTS} texts, with {MAX_CHARS} characters in all."
             raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="texts")
-        wanted = ModerateRequest(texts=texts, check=_wish(caller, body))
+        wanted = ModerateRequest(texts=texts, check=_wish(edge, caller, body))
         if not texts:
             return json_response(_shown(GuardrailAction("NONE")))
         async with side_call(edge, request, sum(map(len, texts))):
@@ -82,7 +82,7 @@ async def guardrail(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     return json_response(_shown(_action(body.texts, list(answer.results))))
 
 
-def _wish(caller: str, body: GuardrailBody) -> CheckWish:
+def _wish(edge: Edge, caller: str, body: GuardrailBody) -> CheckWish:
     names = body.litellm_call_id or "", body.litellm_trace_id or ""
     if any(len(name) > MAX_NAME_CHARS for name in names):
         raise invalid_argument(f"Ids have at most {MAX_NAME_CHARS} characters.", "litellm_call_id")
@@ -90,7 +90,7 @@ def _wish(caller: str, body: GuardrailBody) -> CheckWish:
     return CheckWish(
         tenant=caller,
         conversation=names[1],
-        guardrails=options.guardrails,
+        guardrails=edge.callers.guardrails(caller, options.guardrails),
         is_answer=body.input_type == "response",
         request_id=names[0],
     )

@@ -41,7 +41,9 @@ async def masked(
     """The messages with placeholders, and what these stand for. Raises KvloomError, also if it is not known what to
     hide."""
     texts = [text for message in messages for text in _texts(message)]
-    wish = MaskWish(tenant=edge.callers.caller_of(request), conversation=conversation, guardrails=guardrails)
+    caller = edge.callers.caller_of(request)
+    held = edge.callers.guardrails(caller, guardrails)
+    wish = MaskWish(tenant=caller, conversation=conversation, guardrails=held)
     joined = _BETWEEN.join(texts)
     answer = await edge.link.moderate(ModerateRequest(texts=[joined], mask=wish))
     [found] = answer.results

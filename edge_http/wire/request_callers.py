@@ -64,6 +64,10 @@ class RequestCallers:
         request[_CALLER_KEY] = name
         return name
 
+    def guardrails(self, caller: str, named: Sequence[str] | None) -> Sequence[str]:
+        """Return the rules of the safety policy that this caller has chosen, and those that its request names."""
+        return self._callers.guardrails(caller, named)
+
     def _scope_of_tenant(self, request: web.BaseRequest) -> str:
         return self._cache_scope(self.caller_of(request))
 

@@ -186,6 +186,11 @@ class Tenants:
         tenant = self.table.tenant(tenant_id)
         return "" if tenant is None else tenant.cache_scope
 
+    def guardrails(self, tenant_id: str) -> Sequence[str]:
+        """The rules of the safety policy that a tenant has chosen."""
+        tenant = self.table.tenant(tenant_id)
+        return () if tenant is None else tenant.guardrails
+
     def residency(self, tenant_id: str) -> Sequence[frozenset[str]]:
         """Sets of cells: the tenant's requests may be computed in a cell that is in all of them."""
         tenant = self.table.tenant(tenant_id)

@@ -44,6 +44,8 @@ class Tenant(msgspec.Struct, frozen=True, gc=False):
     classes: ClassRights = ANY_CLASS
     residency: tuple[str, ...] = ()
     """The cells, as those of its organisation and in addition to them."""
+    guardrails: tuple[str, ...] = ()
+    """The rules of the safety policy that hold for its requests besides those that hold anyway."""
 
     @property
     def organisation(self) -> str:
@@ -94,7 +96,7 @@ class TenantTable:
         self._keys: SlicedDict[str, Key] = SlicedDict()
         self._by_digest: SlicedDict[bytes, Key] = SlicedDict()
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Equal lists of models, scopes or cells are one object, since most keys have one of a few."""
+        """Equal lists of models, scopes, cells or guardrails are one object, since most keys have one of a few."""
 
     @property
     def is_empty(self) -> bool:
@@ -156,6 +158,7 @@ class TenantTable:
                 tenant.disabled,
                 self._class_rights(tenant),
                 self._shared(tenant.residency),
+                self._shared(tenant.guardrails),
             )
         for entry in response.keys:
             self._add(self._key(entry))

@@ -136,6 +136,7 @@ async def metered(
         world.config.data_dir = str(folder)
         world.config.control = ControlConfig(enabled=True, host="127.0.0.1", port=port)
         world.config.shadows = router.get("shadows", [])
+        world.config.safety.port = router.get("safety_port", 0)
         world.served_models[FIRST] = dataclasses.replace(world.served_models[FIRST], output=output)
         if router.get("shadows"):
             world.served_models[SECOND] = dataclasses.replace(world.served_models[FIRST], name=SECOND)

@@ -27,6 +27,7 @@ def tenant_to_proto(tenant: Tenant) -> pb.TenantEntry:
         disabled=tenant.disabled,
         priority_classes=tenant.classes.allowed,
         residency=tenant.residency,
+        guardrails=tenant.guardrails,
         default_priority_class=tenant.classes.default,
     )
 

@@ -137,6 +137,32 @@ async def test_priority_classes_reach_the_table_from_all_three_levels(world: Con
     assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, "key.default_priority_class")
 
 
+async def test_guardrails_reach_the_table_and_an_administrator_only_adds_to_the_operators(world: ControlWorld) -> None:
+    """A tenant chooses among the rules of the safety policy; what the operator has chosen for it stays."""
+    await make_key(world)
+    mask = {"paths": ["guardrails"]}
+
+    async def choose(*names: str, **more: Any) -> Any:
+        return await world.ask(
+            "UpdateProject", project=Pb.Project(id="acme/search", guardrails=names), update_mask=mask, **more
+        )
+
+    await choose("names", as_admin_of="acme")
+    assert list((await choose("codes", "codes")).project.guardrails) == ["codes"]
+    await choose("names", "codes", as_admin_of="acme")
+    tenant = (await world.table()).tenant("acme/search")
+    assert tenant is not None
+    assert tenant.guardrails == ("names", "codes")
+    with pytest.raises(KvloomError) as info:
+        await choose("names", as_admin_of="acme")
+    assert (reason_of(info), info.value.field) == (ErrorReason.PERMISSION_DENIED, "project.guardrails")
+    for names in ([""], ["x" * 129], [f"rule-{number}" for number in range(17)]):
+        with pytest.raises(KvloomError) as info:
+            await choose(*names)
+        assert (reason_of(info), info.value.field) == (ErrorReason.INVALID_ARGUMENT, "project.guardrails")
+    assert list((await choose()).project.guardrails) == []
+
+
 async def test_residency_reaches_the_table_and_an_administrator_only_narrows_the_operators(world: ControlWorld) -> None:
     """Where requests are computed may be the operator's promise to a customer, which no project's administrator undoes;
     an empty list would allow every cell, so that it has to be asked for."""

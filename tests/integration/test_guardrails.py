@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,8 +16,17 @@ from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from kvloom_common.tenancy.table import Tenant
+from kvloom_common.trust.shared_secret import SharedSecret
+from safety_svc.audit import Audit
 from safety_svc.metrics import FLAGS
-from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
+from safety_svc.policy_file import PolicyFile
+from tests.fakes.fake_control import SEARCH_KEY
+from tests.fakes.metered_world import TENANT, metered
+from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, serve_safety, showing_tokenizer
+from tests.fakes.trusted_router import SECRET
+from tests.fakes.two_models_world import FIRST
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -83,6 +93,36 @@ async def test_a_named_rule_holds_in_every_api(fabric: Fabric) -> None:
         harmless = json.loads(json.dumps(body).replace("bob", "you"))
         status, _, header = await send(world, harmless | {"guardrails": ["names"]}, path)
         assert (status, header) == (200, "codes, names, watched")
+
+
+async def test_a_tenant_chooses_rules_for_all_its_requests(router_redis_url: str, tmp_path: Path) -> None:
+    """They hold as if each request named them: over HTTP and gRPC, for prompts and for answers, within a moment."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY)
+    async with contextlib.AsyncExitStack() as stack:
+        trust = SharedSecret(SECRET, ("safety",), "safety-0")
+        port = await serve_safety(stack, PolicyFile(str(policy)), Audit(), trust)
+        world = await stack.enter_async_context(metered(router_redis_url, tmp_path, "hi bob.", safety_port=port))
+        stub = RouterServiceStub(world.channel)
+
+        async def shown_over_grpc() -> str:
+            wanted = GenerateRequest(model=FIRST, text="hi", stop=StopConditions(max_tokens=60))
+            call = stub.Generate(wanted, metadata=[("authorization", f"Bearer {SEARCH_KEY}")])
+            return "".join([delta.text async for each in call for delta in each.deltas])
+
+        answer, headers = await world.ask()
+        assert answer["choices"][0]["message"]["content"].startswith("hi bob.")
+        assert "x-kvloom-safety" not in headers
+        assert (await shown_over_grpc()).startswith("hi bob.")
+        world.control.put(Tenant(TENANT, guardrails=("names",)))
+        identities = world.models.server.callers.identities
+        assert identities is not None
+        await eventually(lambda: identities.tenants.guardrails(TENANT) == ("names",), "the change")
+        answer, headers = await world.ask()
+        choice = answer["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("hi ", "content_filter")
+        assert headers["x-kvloom-safety"] == "codes, names, watched"
+        assert await shown_over_grpc() == "hi "
 
 
 async def test_answers_are_screened_by_named_rules(fabric: Fabric) -> None:

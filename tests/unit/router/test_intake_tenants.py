@@ -53,6 +53,31 @@ def test_an_edge_says_whose_a_request_is_and_others_do_not(tmp_path: Path) -> No
     assert (without_tenants.tenant, without_tenants.key_id) == ("key-alice", "")
 
 
+def test_the_guardrails_of_a_tenant_hold_besides_those_that_are_named() -> None:
+    """Whoever sends the request: an edge, or a client over gRPC. Its answer is then not taken from the result cache,
+    where answers lie that were screened by other rules."""
+    chosen = {"acme/web": ("codes",)}
+    intake = RequestValidator(
+        {}, 1000, lambda: False, guardrails_of=lambda tenant: chosen.get(tenant, ()), caches_results=True
+    )
+    found = [
+        intake.request_from_submit(
+            make_submit(
+                request_id="r",
+                model="m",
+                prompt_token_ids=[1],
+                choices=[Choice(slot=1)],
+                tenant=tenant,
+                guardrails=names,
+            ),
+            "client",
+        )
+        for tenant, names in (("acme/web", []), ("acme/web", ["names", "codes"]), ("other/app", []))
+    ]
+    assert [request.guardrails for request in found] == [("codes",), ("codes", "names"), ()]
+    assert not found[0].is_cacheable
+
+
 def test_a_stream_that_has_begun_gets_no_model_that_was_taken_away(tmp_path: Path) -> None:
     """Such a stream may last for weeks, and what its key may do changes meanwhile."""
     identities = identities_of(tmp_path, two_organisations())

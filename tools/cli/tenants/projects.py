@@ -21,6 +21,7 @@ _COLUMNS: Final[Columns] = {
     "classes": shown_classes,
     "cache scope": lambda one: one.cache_scope or "-",
     "cells": lambda one: " ".join(one.residency) or "all",
+    "guardrails": lambda one: " ".join(one.guardrails) or "-",
     "tier": lambda one: one.tier or "-",
     "limits": lambda one: shown_limits(one.effective_limits),
 }
@@ -43,6 +44,13 @@ class_option, all_classes_option, default_class_option = class_options(
     "projects", "all of the organisation", "the organisation's, or else by the tier"
 )
 cell_option, all_cells_option = cell_options("projects", "all of the organisation")
+guardrail_option = option(
+    "--guardrail",
+    "guardrails",
+    scope="projects",
+    multiple=True,
+    help="A rule of the safety policy with `on_request` that holds for all its requests. May be repeated.",
+)
 tier_option = option("--tier", scope="projects", help="Its tier of limits (`kvloom limits`).")
 
 
@@ -59,6 +67,7 @@ def projects() -> None:
 @default_class_option
 @scope_option
 @cell_option
+@guardrail_option
 @tier_option
 @json_option("projects")
 @directory_options
@@ -70,6 +79,7 @@ def create(
     default_class: str | None,
     cache_scope: str | None,
     cells: Sequence[str],
+    guardrails: Sequence[str],
     tier: str | None,
     as_json: bool,
     directory: Directory,
@@ -82,6 +92,7 @@ def create(
         "default_priority_class": default_class,
         "cache_scope": cache_scope,
         "residency": cells,
+        "guardrails": guardrails,
         "tier": tier,
     }
     PROJECT.create(directory, given, as_json=as_json, create_organisation=create_org)
@@ -97,6 +108,8 @@ def create(
 @scope_option
 @all_cells_option
 @cell_option
+@guardrail_option
+@option("--no-guardrails", scope="projects", is_flag=True, help="It has chosen no rule.")
 @tier_option
 @json_option("projects")
 @directory_options
@@ -110,6 +123,8 @@ def update(
     cache_scope: str | None,
     cells: Sequence[str],
     all_cells: bool,
+    guardrails: Sequence[str],
+    no_guardrails: bool,
     tier: str | None,
     as_json: bool,
     directory: Directory,
@@ -121,6 +136,7 @@ def update(
         "default_priority_class": default_class,
         "cache_scope": cache_scope,
         "residency": given_names(cells, are_all=all_cells),
+        "guardrails": guardrails or ([] if no_guardrails else None),
         "tier": tier,
     }
     PROJECT.update(directory, name, given, as_json=as_json)

@@ -10,4 +10,5 @@ r0007_key_accounts.py  which keys continue the limits of a key that they have re
 r0008_operator_settings.py  what the operator has set of projects, keys and users
 r0009_identities_of_projects.py  identities that have no key are those of one project each
 r0010_residency.py      the cells in which the requests of organisations and projects may be computed
+r0011_guardrails.py     the rules of the safety policy that projects have chosen
 """
