@@ -122,6 +122,8 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         result_cache=finish.result_cache,  # pyrefly: ignore[bad-argument-type]
         receipt=finish.receipt,
     )
+    if finish.num_retracted_chars:
+        message.num_retracted_chars = finish.num_retracted_chars
     if finish.moves is not NO_MOVES:
         message.moves.CopyFrom(_moves_to_proto(finish.moves))
     return message

@@ -200,8 +200,8 @@ class ScreenConnection:
             hit = await check_long_prompt(policy.prompt, check.text, judge)
             await self._write(ScreenResponse(prompts=[self._verdict(policy, check, hit, judge)]))
 
-    async def ask_model(self, question: JudgeQuestion) -> str:
-        """Have the router ask a model, and return what that has written. Raises JudgeError."""
+    async def ask_model(self, question: JudgeQuestion) -> JudgeAnswer:
+        """Have the router ask a model, and return its answer. Raises JudgeError."""
         question.question_id = number = next(self._question_ids) % 2**32
         asked = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
@@ -213,7 +213,7 @@ class ScreenConnection:
             del self._questions[number]
         if answer.error:
             raise JudgeError(answer.error.lower(), is_due_to_text=answer.error in _ERRORS_OF_TEXT)
-        return answer.text
+        return answer
 
     def _begin_outside(self, check: PromptCheck) -> None:
         task = asyncio.create_task(self._check_outside(check), name="guardrails")
@@ -277,7 +277,9 @@ class ScreenConnection:
         if not hit.is_failure:
             found = self._in_answer(self._scopes.get(slot), hit.rule.name, is_blocked=True)
             self._on_found(found._replace(position=hit.start))
-        return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit))
+        # Rules in mode async let more of it be shown than they allow.
+        num_clear_chars = min(screener.num_clear_chars, hit.start)
+        return Halt(slot=slot, num_clear_chars=num_clear_chars, finding=finding(hit))
 
     def _verdict(self, policy: SafetyPolicy, check: PromptCheck, hit: Hit | None, judge: Judge) -> PromptVerdict:
         verdict = PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW if hit is None else DECISION_BLOCK)

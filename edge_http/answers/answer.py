@@ -235,6 +235,9 @@ class EdgeAnswer(abc.ABC):
                 found["moves"] = moves
                 if failover := self.failover:
                     found["failover"] = failover
+            retracted = [finish.num_retracted_chars for _, finish in sorted(self.finishes.items())]
+            if any(retracted):
+                found["num_retracted_chars"] = retracted
             start = self.starts.get(0)
             found["shard_id"] = start.shard_id if start else ""
             found["num_cached_tokens"] = self.finishes[0].num_cached_tokens if 0 in self.finishes else 0

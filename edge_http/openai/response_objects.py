@@ -54,6 +54,9 @@ class KvloomDetails(Object):
     shard_id: str | msgspec.UnsetType = msgspec.UNSET
     num_cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     queue_time_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    num_retracted_chars: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """For each choice: how many characters at its end the safety policy forbids, which were shown before its
+    verdict."""
     receipts: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     """With the header x-kvloom-receipt: one for each prompt."""
 

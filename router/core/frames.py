@@ -62,6 +62,8 @@ class Finish(msgspec.Struct):
     """None: they are not counted. Set by the router."""
     receipt: bytes = b""
     """Set by the shell: see AnswerCompleted."""
+    num_retracted_chars: int = 0
+    """See SequenceFinish.num_retracted_chars in generation.proto. Set by the router."""
     moves: RelocationCounts = NO_MOVES
     """Those of the request until now. Set by the router."""
 

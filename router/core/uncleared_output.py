@@ -33,6 +33,11 @@ class UnclearedOutput:
         """Number of characters, from the beginning, that the safety service has cleared; None: all of them."""
         self.last_shown_char = ""
 
+    @property
+    def num_chars(self) -> int:
+        """How many characters are withheld."""
+        return sum(len(delta) for _, delta, _, _ in self.entries)
+
     def clear_all(self) -> None:
         """No verdict is needed any more: everything may be shown, what is yet to come included."""
         self.num_clear_chars = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,12 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}],
     },
 }
+PLAIN_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 200},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 200},
+}
 STOPS = {"/v1/chat/completions": "stop", "/v1/completions": "stop", "/v1/messages": "stop_sequences"}
 ENDS = {
     "/v1/chat/completions": '"finish_reason":"content_filter"',
@@ -131,6 +138,25 @@ async def test_a_stop_string_does_not_complete_it(fabric: tuple[ScreenedWorld, W
         assert status == 200, body
         assert not any("launch" in text for text in seen_texts(body)), body
         assert ENDS[path] in body, body
+
+
+async def test_a_client_learns_what_it_saw_too_soon(router_redis_url: str, tmp_path: Path) -> None:
+    """A rule in mode `async` lets text be shown before its verdict. No API has an event that takes it back, so only
+    those are told that ask for details."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY + 'mode = "async"\n')
+    engine = WritingEngine(showing_tokenizer())
+    async with screened_world(router_redis_url, policy, engine, ParserSpec("hermes", "qwen3")) as world:
+        engine.answer = world.tokenizer.encode_now(WRITTEN["text"])
+        for path, plain in PLAIN_BODIES.items():
+            wanted = {"model": "tiny", "stream": True, **plain}
+            _, body = await world.post(path, wanted, {"x-kvloom-details": "true"})
+            shown = max((text for text in seen_texts(body) if WRITTEN["text"].startswith(text)), key=len)
+            told = re.search(r'"num_retracted_chars":\[(\d+)\]', body)
+            assert shown[: len(shown) - int(told[1] if told else 0)] == "so the ", body
+            assert ENDS[path] in body
+            _, body = await world.post(path, wanted)
+            assert "num_retracted_chars" not in body
 
 
 async def test_no_generate_shows_it(fabric: tuple[ScreenedWorld, WritingEngine]) -> None:

@@ -179,11 +179,14 @@ class Lifecycle:
         self.settle(choice, now)
 
     def halt(self, choice: Choice, num_clear_chars: int, error: KvloomError, now: float) -> None:
-        """The safety service stops an answer: nothing after `num_clear_chars` may be shown."""
+        """The safety service stops an answer: nothing after `num_clear_chars` may be shown. What was shown before its
+        verdict cannot be taken back here; the client is told how much that is."""
         self._leave_shard(choice, now)
         self._screening.forget(choice)
         finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
         withheld = choice.withheld
+        num_shown = choice.num_chars - (0 if withheld is None else withheld.num_chars)
+        finish.num_retracted_chars = max(0, num_shown - num_clear_chars)
         if withheld is None:
             self._end(choice, finish, now)
             return

@@ -184,7 +184,8 @@ def test_answer_without_text_needs_no_verdict() -> None:
 
 
 def test_async_shows_at_once_and_halts() -> None:
-    """In async mode earlier text was sent when the halt arrives; the rest is not sent."""
+    """In async mode earlier text was sent when the halt arrives; the rest is not sent, and the client learns how much
+    it has too many."""
     rig = CoreRig(safety=(False, True), answer_mode="async")
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit())
@@ -192,7 +193,8 @@ def test_async_shows_at_once_and_halts() -> None:
     assert sent(actions).deltas == ["ab"]
     [screening_slot] = only(actions, ScreenAnswers).slots
     actions = rig.handle(AnswersScreened([], [], [AnswerHalt(screening_slot, 1, "stop")]))
-    assert sent(actions).finishes[0].reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+    [finish] = sent(actions).finishes
+    assert (finish.reason, finish.num_retracted_chars) == (FinishReason.FINISH_REASON_CONTENT_FILTER, 1)
     assert has(actions, CancelOnShard)
 
 
