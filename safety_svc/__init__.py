@@ -20,6 +20,7 @@ look_alikes.py       maps texts that look alike, by Unicode's table, to the same
 prefilter.py         the strings by which routers recognize text that they need not send
 builtin_policy.toml  the policy that is used when none is configured
 guardrails.py        asks services of others, and models of the fabric, about prompts
+injections.py        looks for prompt injections by the embeddings of prompts
 judge_formats.py     how guard models are asked, and how they answer
 audit.py             reports what was found
 whatif.py            what a policy does with recorded texts

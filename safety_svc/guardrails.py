@@ -35,11 +35,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvloom.v1.safety_service_pb2 import JudgeMessage, JudgeQuestion
+from kvloom.v1.safety_service_pb2 import JudgeAnswer, JudgeMessage, JudgeQuestion
 from kvloom_common.process.access_log import FailureLog
 from kvloom_common.transport.public_addresses import NoRedirects
+from safety_svc.injections import embedded_part, injection_weights
 from safety_svc.judge_formats import FORMATS
-from safety_svc.policy import Guardrail, Hit, ModelJudge, OutsideRule, SafetyPolicy, worst
+from safety_svc.policy import Guardrail, Hit, InjectionJudge, ModelJudge, OutsideRule, SafetyPolicy, worst
 from safety_svc.rule_modes import Judge, Rule
 
 PATH: Final = "/beta/litellm_basic_guardrail_api"
@@ -61,11 +62,11 @@ class JudgeError(Exception):
         self.is_due_to_text = is_due_to_text
 
 
-AskModel = Callable[[JudgeQuestion], Awaitable[str]]
-"""Returns what the model has written. Raises JudgeError."""
+AskModel = Callable[[JudgeQuestion], Awaitable[JudgeAnswer]]
+"""Returns what the model has written, or the embedding. Raises JudgeError."""
 
 
-async def no_model(_question: JudgeQuestion) -> str:
+async def no_model(_question: JudgeQuestion) -> JudgeAnswer:
     """Stands in for AskModel where no router is connected."""
     raise JudgeError("no router")
 
@@ -149,6 +150,8 @@ class Guardrails:
             async with asyncio.timeout(guardrail.timeout_seconds):
                 if isinstance(guardrail, ModelJudge):
                     is_forbidden = await _judgement(guardrail, text, request, ask_model, is_answer=is_answer)
+                elif isinstance(guardrail, InjectionJudge):
+                    is_forbidden = await _looks_like_an_attack(guardrail, text, request, ask_model)
                 else:
                     loop = asyncio.get_running_loop()
                     answer = await loop.run_in_executor(self._threads, self._post, guardrail, text, request, is_answer)
@@ -195,11 +198,33 @@ async def _judgement(
         messages=[JudgeMessage(role=role, content=content) for role, content in prompt.messages],
         template_options=msgspec.json.encode(prompt.options).decode() if prompt.options else "",
         max_tokens=prompt.max_tokens,
-        timeout_seconds=judge.timeout_seconds,
-        tenant=request.get("tenant", ""),
-        request_id=request.get("request_id", ""),
+        **_names(judge, request),
     )
-    is_forbidden = form.forbids(judge.terms, await ask_model(question))
+    is_forbidden = form.forbids(judge.terms, (await ask_model(question)).text)
     if is_forbidden is None:
         raise JudgeError("no judgement", is_due_to_text=True)
     return is_forbidden
+
+
+async def _looks_like_an_attack(
+    judge: InjectionJudge, text: str, request: Mapping[str, str], ask_model: AskModel
+) -> bool:
+    """Raises JudgeError."""
+    part = embedded_part(text)
+    if not part:
+        return False
+    messages = [JudgeMessage(role="user", content=part)]
+    question = JudgeQuestion(model=judge.model, messages=messages, wants_embedding=True, **_names(judge, request))
+    found = injection_weights().looks_like_an_attack((await ask_model(question)).embedding)
+    if found is None:
+        raise JudgeError("the embedding is of another encoder")
+    return found
+
+
+def _names(judge: ModelJudge | InjectionJudge, request: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that every question has."""
+    return {
+        "timeout_seconds": judge.timeout_seconds,
+        "tenant": request.get("tenant", ""),
+        "request_id": request.get("request_id", ""),
+    }

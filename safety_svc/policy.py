@@ -55,6 +55,7 @@ from safety_svc.rule_fields import (
     AnyFields,
     CommonFields,
     GuardrailFields,
+    InjectionFields,
     JudgeFields,
     KindFields,
     Name,
@@ -106,7 +107,16 @@ class ModelJudge:
     timeout_seconds: float
 
 
-OutsideRule = Guardrail | ModelJudge
+@dataclasses.dataclass(frozen=True, slots=True)
+class InjectionJudge:
+    """A model of the fabric whose embeddings of prompts are judged (injections.py)."""
+
+    rule: Rule
+    model: str
+    timeout_seconds: float
+
+
+OutsideRule = Guardrail | ModelJudge | InjectionJudge
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,7 +235,13 @@ def _policy(tables: Sequence[dict[str, Any]], revision: str, folder: Path) -> Sa
 
 def _outside(fields: OutsideFields, folder: Path) -> OutsideRule:
     """Raises PolicyError."""
-    if "answer" in fields.applies_to and not {fields.mode, *fields.tenants.values()} <= {"monitor", "review", "off"}:
+    only_watches = _modes(fields) <= {"monitor", "review", "off"}
+    if isinstance(fields, InjectionFields):
+        if not only_watches or "answer" in fields.applies_to:
+            message = "an injection rule is too easily deceived to gate with: use mode monitor or review, for prompts"
+            raise PolicyError(f"rule {fields.name!r}: {message}")
+        return InjectionJudge(_rule(fields), fields.model, fields.timeout_seconds)
+    if "answer" in fields.applies_to and not only_watches:
         message = "answers are judged when they have been shown: use mode monitor or review, or applies_to = ['prompt']"
         raise PolicyError(f"rule {fields.name!r}: {message}")
     return _guardrail(fields, folder) if isinstance(fields, GuardrailFields) else _model_judge(fields)
@@ -263,6 +279,8 @@ def _fields(table: dict[str, Any], number: int) -> AnyFields:
             return msgspec.convert(table, GuardrailFields)
         if table["kind"] == "judge":
             return msgspec.convert(table, JudgeFields)
+        if table["kind"] == "injection":
+            return msgspec.convert(table, InjectionFields)
         common = {*CommonFields.__struct_fields__, "kind"}
         own = {field: value for field, value in table.items() if field not in common}
         kind = rule_kind(msgspec.convert(table["kind"], Name), own)

@@ -83,7 +83,18 @@ class JudgeFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
 
 
-OutsideFields = GuardrailFields | JudgeFields
+class InjectionFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
+    """A rule that looks for prompt injections by a prompt's embedding (injections.py)."""
+
+    kind: Literal["injection"]
+    mode: Mode = "monitor"
+    applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt",)
+    model: Name = "all-MiniLM-L6-v2"
+    """The encoder, by the name by which requests name it."""
+    timeout_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
+
+
+OutsideFields = GuardrailFields | JudgeFields | InjectionFields
 AnyFields = RuleFields | KindFields | OutsideFields
 
 

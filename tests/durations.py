@@ -25,10 +25,10 @@ REPOSITORY: Final = Path(__file__).resolve().parent.parent
 RECORD: Final = REPOSITORY / "tests" / "durations.json"
 BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
-    "tests/e2e": 415,
+    "tests/e2e": 414,
     "tests/fuzz": 14,
-    "tests/integration": 516,
-    "tests/lab": 95,
+    "tests/integration": 520,
+    "tests/lab": 97,
     "tests/property": 64,
     "tests/unit": 141,
 }

@@ -24,6 +24,7 @@ from edge_http.openai.responses.file_search import FileSearchTool
 from edge_http.server.routes import ROUTES
 from edge_http.state.routes import STATE_ROUTES
 from kvloom.v1.router_service_pb2 import GenerateRequest
+from tests.answer_positions import GENERATE, answer_table
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "operate" / "safety.md"
 
@@ -288,17 +289,19 @@ _MESSAGES: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
 
 
 def page_with_table(page: str) -> str:
-    begin, end = "<!-- derived: positions -->\n", "<!-- end -->"
-    head, found, rest = page.partition(begin)
-    assert found, f"docs/operate/safety.md has no {begin}"
-    return f"{head}{begin}\n{_table()}\n\n{end}{rest.partition(end)[2]}"
+    for name, table in (("positions", _table()), ("answer positions", answer_table())):
+        begin, end = f"<!-- derived: {name} -->\n", "<!-- end -->"
+        head, found, rest = page.partition(begin)
+        assert found, f"docs/operate/safety.md has no {begin}"
+        page = f"{head}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def _table() -> str:
     by_route: dict[str, dict[str, None]] = {}
     for route, position in http_positions():
         by_route.setdefault(f"`POST {route}`", {})[position.path] = None
-    by_route["gRPC `Generate`"] = {position.path: None for position in grpc_positions()}
+    by_route[GENERATE] = {position.path: None for position in grpc_positions()}
     rows = ["| request | screened | no model reads it |", "|---|---|---|"]
     for route, paths in by_route.items():
         why = UNSHOWN_ROUTES.get(route.strip("`").removeprefix("POST "))

@@ -11,6 +11,8 @@ autoscaling_laws.py         those laws
 context_windows.py          `kvloom-lab bench context-window`: cache hits of conversations beyond the window
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
+injections/                 `kvloom-lab bench injections`: trains the classifier of prompt injections, and attacks it
+auc.py                      how well two samples can be told apart, with its confidence interval
 infinite_cache.py           the hits that a perfect cache would have
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases

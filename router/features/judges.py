@@ -14,8 +14,8 @@ import structlog
 
 from kvloom.errors import KvloomError, reason_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams
+from kvloom.v1.router_service_pb2 import GenerateRequest, Message
 from kvloom.v1.safety_service_pb2 import JudgeAnswer, JudgeQuestion
 from router.answers.generate import deltas_of
 from router.core.actions import FleetChanged
@@ -92,16 +92,20 @@ class JudgeDesk:
     async def _prepared(self, question: JudgeQuestion) -> PreparedRequest:
         """Raises KvloomError."""
         self._num_asked += 1
-        messages = [Message(role=each.role, content=each.content) for each in question.messages]
         wanted = GenerateRequest(
             request_id=f"{JUDGE_CLIENT_ID}-{self._num_asked}-{question.request_id}"[:_MAX_ID_CHARS],
             model=question.model,
-            conversation=Conversation(messages=messages),
-            template_options=question.template_options,
             sampling=SamplingParams(temperature=0.0, seed=0),
-            stop=StopConditions(max_tokens=question.max_tokens),
             timeout_seconds=question.timeout_seconds,
         )
+        if question.wants_embedding:
+            wanted.text = question.messages[-1].content if question.messages else ""
+            wanted.pooling.SetInParent()
+        else:
+            messages = [Message(role=each.role, content=each.content) for each in question.messages]
+            wanted.conversation.messages.extend(messages)
+            wanted.template_options = question.template_options
+            wanted.stop.max_tokens = question.max_tokens
         return await self._intake.accept_generate(wanted, JUDGE_CLIENT_ID, tenant=question.tenant)
 
     def _submit(self, prepared: PreparedRequest, number: int, asker: SafetyStream) -> None:
@@ -152,7 +156,7 @@ class JudgeDesk:
 
 def _answer(asked: _Asked, finish: Finish) -> JudgeAnswer:
     if finish.reason in _GOOD_ENDS:
-        return JudgeAnswer(question_id=asked.number, text=asked.text)
+        return JudgeAnswer(question_id=asked.number, text=asked.text, embedding=finish.embedding)
     reason = ErrorReason.ERROR_REASON_CANCELLED if finish.error is None else finish.error.reason
     return _no_answer(asked.number, reason)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvloom_common.process.watched_files import following
 from kvloom_common.text.chat_template import ChatTemplate
 from kvloom_common.text.tokenizer import ModelTokenizer
 from kvloom_common.tracing.tracer import Tracer, open_tracer
+from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from safety_svc.audit import Audit
 from safety_svc.policy_file import PolicyFile
 from safety_svc.server import SafetyServicer
@@ -108,9 +109,9 @@ class ScreenedWorld:
         revision = self._policy_file.current.revision
         await eventually(lambda: policy_revision(self.router) == revision, "the new policy")
 
-    async def post(self, path: str, body: Any) -> tuple[int, str]:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
         """(status, body of the response)"""
-        async with self._http.post(self.url + path, json=body) as response:
+        async with self._http.post(self.url + path, json=body, headers=headers) as response:
             return response.status, await response.text()
 
 
@@ -121,8 +122,11 @@ async def screened_world(
     engine: WritingEngine,
     output: ParserSpec | None = None,
     tracing: TracingConfig = NO_TRACING,
+    *,
+    is_known_to_router: bool = False,
 ) -> AsyncIterator[ScreenedWorld]:
-    """A fabric whose chat template is `SHOWING`. `output`: how its model writes calls and reasoning."""
+    """A fabric whose chat template is `SHOWING`. `output`: how its model writes calls and reasoning, which only edges
+    know, unless it `is_known_to_router`."""
     async with contextlib.AsyncExitStack() as stack:
         shard_tracer, safety_tracer, edge_tracer = (
             open_tracer(tracing, role, f"{role}-0") for role in ("shard", "safety", "edge")
@@ -135,6 +139,8 @@ async def screened_world(
         policy_file = PolicyFile(str(policy))
         world.config.safety.port = await serve_safety(stack, policy_file, Audit(tracer=safety_tracer))
         world.config.tracing = tracing
+        if output is not None and is_known_to_router:
+            world.config.model.tool_parser, world.config.model.reasoning_parser = output.tools, output.reasoning
         stop_shard = await _shard(stack, world, engine, shard_tracer)
         await world.start_router()
         link = await world.connect()
@@ -164,13 +170,15 @@ def showing_tokenizer() -> ModelTokenizer:
     return ModelTokenizer(tokenizer, template=ChatTemplate(SHOWING, {}), eos_token_ids=frozenset({eos}))
 
 
-async def serve_safety(stack: contextlib.AsyncExitStack, policy_file: PolicyFile, audit: Audit) -> int:
+async def serve_safety(
+    stack: contextlib.AsyncExitStack, policy_file: PolicyFile, audit: Audit, trust: FabricTrust = NO_SECRET
+) -> int:
     """Returns its port."""
     server = grpc.aio.server()
     servicer = SafetyServicer(policy_file, audit=audit)
     stack.callback(servicer.close)
     add_SafetyServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = trust.add_port(server, "127.0.0.1:0")
     await server.start()
     stack.push_async_callback(server.stop, 0)
     return port

@@ -41,6 +41,8 @@ def rule(**fields: object) -> str:
         (rule(patterns=["ab"], prefixes=["abc"], max_length=2), r"prefixes must have 1 to 2"),
         (rule(patterns=["ab"], max_length=0), r"max_length"),
         (rule(phrases=["a"]) + rule(phrases=["b"]), r"'r': the name is used twice"),
+        (rule(kind="injection", mode="gate"), r"rule 'r': an injection rule is too easily deceived to gate with"),
+        (rule(kind="injection", applies_to=["answer"]), r"use mode monitor or review, for prompts"),
     ],
 )
 def test_a_broken_policy_names_the_file_and_the_problem(tmp_path: Path, text: str, says: str) -> None:
