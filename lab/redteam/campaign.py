@@ -7,15 +7,13 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from kvloom_common.text.json_escapes import unescaped
-from lab.redteam.cases import RedTeamCase
+from lab.redteam.cases import RedTeamCase, num_leaked_chars
+from lab.redteam.fabric import RedTeamFabric
 from lab.redteam.places import GRPC
 from lab.redteam.rules import MESSAGE
-
-if TYPE_CHECKING:  # clients, which need this, have no fabric
-    from lab.redteam.fabric import RedTeamFabric
 
 NUM_AT_ONCE: Final = 16
 _CUT: Final = (
@@ -94,12 +92,6 @@ async def run_case(fabric: RedTeamFabric, case: RedTeamCase) -> CaseResult:
     is_whole = any(wanted in text or wanted in unescaped(text) for wanted in whole for text in seen)
     num_leaked = num_leaked_chars(case, seen) if case.layer is not None and case.place.is_answer else 0
     return CaseResult(case, "cut" if is_cut else "passed", num_leaked, is_whole, seconds)
-
-
-def num_leaked_chars(case: RedTeamCase, seen: Sequence[str]) -> int:
-    """How many characters follow the marker in any text that the client has seen, at most those of the case's text."""
-    behind = (len(text.rpartition(case.marker)[2]) for text in seen if case.marker in text)
-    return min(len(case.text), max(behind, default=0))
 
 
 def seen_texts(body: str) -> Iterator[str]:

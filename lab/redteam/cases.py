@@ -65,6 +65,12 @@ class RedTeamCase:
         return f"case {self.number}: {self.kind}{layer} in {self.place.api}, {self.place.where}{parts}: {self.text!r}"
 
 
+def num_leaked_chars(case: RedTeamCase, seen: Sequence[str]) -> int:
+    """How many characters follow the marker in any text that the client has seen, at most those of the case's text."""
+    behind = (len(text.rpartition(case.marker)[2]) for text in seen if case.marker in text)
+    return min(len(case.text), max(behind, default=0))
+
+
 def cases_of(seed: int) -> Iterator[RedTeamCase]:
     """All cases of a seed. Mutators and places take turns, and everything else is drawn."""
     rng = random.Random(seed)

@@ -22,8 +22,7 @@ from kvloom.v1.generation_pb2 import (
     StopConditions,
 )
 from kvloom.v1.router_service_pb2 import GenerateRequest, Submit
-from lab.redteam.campaign import num_leaked_chars
-from lab.redteam.cases import RedTeamCase, cases_of
+from lab.redteam.cases import RedTeamCase, cases_of, num_leaked_chars
 from lab.redteam.echo_engine import MODEL, OTHERWISE, byte_tokenizer, told_to_write
 from lab.redteam.processes import JudgedText, shared_state
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.redteam.campaign import num_leaked_chars, run_cases
-from lab.redteam.cases import CASES_PER_SEED, RedTeamCase, cases_of, cases_of_seeds
+from lab.redteam.campaign import run_cases
+from lab.redteam.cases import CASES_PER_SEED, RedTeamCase, cases_of, cases_of_seeds, num_leaked_chars
 from lab.redteam.clients import AskedStream
 from lab.redteam.fabric import echo_fabric
 from lab.redteam.faults import GARBLES, HUNG, KILLED
