@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
 import structlog
 
-from edge_http.cells.policy import CellView, ordered_cells
-from edge_http.cells.prefix_homes import PrefixHomes
+from edge_http.cells.known_cells import KnownCells, Residency, no_residency
 from edge_http.metrics import EdgeMetrics
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
-from kvloom.v1.overview_pb2 import GetStartsRequest, ModelStart
+from kvloom.v1.overview_pb2 import GetStartsRequest
 from kvloom_common.access.tenants import residency_error
 from kvloom_common.config import CellConfig, ConfigError, KvloomConfig, RedisConfig
 from kvloom_common.discovery.router_finder import RouterFinder
@@ -32,31 +30,7 @@ ASK_SECONDS: Final = 1.0
 """Routers are asked so often how soon a request begins."""
 ANSWER_SECONDS: Final = 2.0
 """How long a router may take to answer."""
-FRESH_SECONDS: Final = 5.0
-"""A cell none of whose routers has answered for longer is asked for requests after the others."""
 MAX_ADDRESSES: Final = 4096
-NUM_ROUND_TRIPS: Final = 8
-"""The shortest of so many counts: the others have waited for something."""
-
-Residency = Callable[[str], Sequence[frozenset[str]]]
-"""Returns sets of cells, of which a tenant's requests may use those that are in all of them."""
-
-
-def no_residency(_tenant: str) -> Sequence[frozenset[str]]:
-    """That of tenants which may use all cells."""
-    return ()
-
-
-class _RouterReport:
-    """The answers of a router."""
-
-    __slots__ = ("answered_at", "round_trips", "starts")
-
-    def __init__(self) -> None:
-        self.round_trips: deque[float] = deque(maxlen=NUM_ROUND_TRIPS)
-        self.starts: dict[str, ModelStart] = {}
-        """By model."""
-        self.answered_at = -math.inf
 
 
 class OtherCells:
@@ -73,36 +47,26 @@ class OtherCells:
     ) -> None:
         """Raises ConfigError."""
         self._own, self._config, self._sealer = config.fabric.cell, config, sealer
-        self._cells = [self._own, *(cell.name for cell in config.edge.cells)]
-        if not self._own or self._own in self._cells[1:]:
+        names = [self._own, *(cell.name for cell in config.edge.cells)]
+        if not self._own or self._own in names[1:]:
             raise ConfigError("edge.cells needs a fabric.cell, which is none of them")
         self._routers: dict[str, Mapping[str, str]] = {}
         """By other cell: its routers, as for RouterGroup.set_routers."""
         self._cell_of: dict[str, str] = {}
         """By address, also of former routers, which may still have requests."""
         self._group = group
-        self._residency = residency
         self._now = now
-        self._homes = PrefixHomes()
-        self._reports: dict[str, dict[str, _RouterReport]] = {cell: {} for cell in self._cells}
-        """By cell and address."""
-        self._num_sent: dict[str, Counter[str]] = {cell: Counter() for cell in self._cells}
-        """By cell and model: requests since its routers were asked last."""
+        self._known = KnownCells(names, residency)
         self._num_requests: Counter[tuple[str, ...]] = Counter()
-        self._lost = set(self._cells)
+        self._lost = set(names)
         """Cells none of whose routers answers."""
-        metrics.watch_cells(self._num_requests, self._round_trips)
+        metrics.watch_cells(self._num_requests, self._known.round_trips)
 
     # -- CellOrder ----------------------------------------------------------------------------------------------------
 
     def order(self, request: LinkRequest) -> list[str]:
         """The cells that may have the request, the best first."""
-        cells = self._allowed(request.submit.tenant)
-        model = request.wanted.model
-        views = [view for cell in cells if (view := self._view(cell, model)) is not None]
-        cached = self._homes.find(request.submit.tenant, model, request.prompt_token_ids, self._now())
-        order = ordered_cells(views, cached)
-        return [*order, *(cell for cell in cells if cell not in order)]
+        return self._known.order(request.submit.tenant, request.wanted.model, request.prompt_token_ids, self._now())
 
     def cell_of(self, address: str) -> str:
         """The cell of a router."""
@@ -110,40 +74,14 @@ class OtherCells:
 
     def note_sent(self, request: LinkRequest, address: str) -> None:
         """A router has got the request."""
-        cell, model = self.cell_of(address), request.wanted.model
-        self._num_sent[cell][model] += 1
+        cell = self.cell_of(address)
         self._num_requests[(cell,)] += 1
-        self._homes.note(request.submit.tenant, model, request.prompt_token_ids, cell, self._now())
+        self._known.note_sent(request.submit.tenant, request.wanted.model, request.prompt_token_ids, cell, self._now())
 
     def refusal(self, tenant: str) -> KvloomError | None:
         """Why no router can have a request of the tenant, if that is because of its residency."""
-        residency = self._residency(tenant)
+        residency = self._known.residency(tenant)
         return residency_error(residency) if residency else None
-
-    def _allowed(self, tenant: str) -> list[str]:
-        residency = self._residency(tenant)
-        return [cell for cell in self._cells if all(cell in some for some in residency)] if residency else self._cells
-
-    def _view(self, cell: str, model: str) -> CellView | None:
-        """None: nothing recent is known of the cell."""
-        oldest = self._now() - FRESH_SECONDS
-        reports = [report for report in self._reports[cell].values() if report.answered_at >= oldest]
-        if not reports:
-            return None
-        round_trip = min(min(report.round_trips) for report in reports)
-        starts = [report.starts[model] for report in reports if model in report.starts]
-        if not starts:
-            return CellView(cell, round_trip, math.inf, 0.0)
-        wait = sum(start.wait_seconds for start in starts) / len(starts)
-        each = sum(start.seconds_each for start in starts) / len(starts) ** 2
-        elapsed = self._now() - max(report.answered_at for report in reports)
-        wait += max(0.0, self._num_sent[cell][model] * each - elapsed)  # what was sent since then has begun meanwhile
-        return CellView(cell, round_trip, wait, max(start.prefill_tokens_per_second for start in starts))
-
-    def _round_trips(self) -> dict[tuple[str, ...], float]:
-        """By cell, in seconds."""
-        found = self._reports.items()
-        return {(cell,): min(min(one.round_trips) for one in reports.values()) for cell, reports in found if reports}
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -187,11 +125,8 @@ class OtherCells:
         for answer in await asyncio.gather(*asking, return_exceptions=True):
             if isinstance(answer, Exception):
                 log.error("cell_question_failed", exc_info=answer)
-        oldest = self._now() - FRESH_SECONDS
-        for cell, reports in self._reports.items():
-            for address in [one for one, report in reports.items() if report.answered_at < oldest]:
-                del reports[address]
-            self._note_lost(cell, is_lost=not reports)
+        for cell, answers in self._known.forget_old(self._now()).items():
+            self._note_lost(cell, is_lost=not answers)
 
     async def _ask_router(self, address: str, link: GrpcRouterLink) -> None:
         cell = self.cell_of(address)
@@ -201,11 +136,8 @@ class OtherCells:
                 (answer,) = await link.ask_all("GetStarts", GetStartsRequest())
         except (TimeoutError, KvloomError):
             return  # its report gets old
-        report = self._reports[cell].setdefault(address, _RouterReport())
-        report.answered_at = self._now()
-        report.round_trips.append(report.answered_at - asked_at)
-        report.starts = {start.model: start for start in answer.models}
-        self._num_sent[cell].clear()
+        now, starts = self._now(), {start.model: start for start in answer.models}
+        self._known.note_answer(cell, address, starts, now - asked_at, now)
 
     def _note_lost(self, cell: str, *, is_lost: bool) -> None:
         if is_lost and cell not in self._lost:

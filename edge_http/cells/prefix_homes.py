@@ -27,11 +27,13 @@ class PrefixHomes:
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._homes: ScopedCache[int, str] = ScopedCache(max_kept, max_kept, lambda _: 1)
+        self._last: tuple[str, str, Sequence[int], list[tuple[int, int]]] = ("", "", (), [])
+        """The prompt whose beginnings were hashed last, with them: a request is looked up, and then noted."""
 
     def find(self, tenant: str, model: str, prompt_token_ids: Sequence[int], now: float) -> CachedPrefix | None:
         """The cell that has computed most of this prompt's beginning, for the same tenant and model."""
         found = None
-        for num_tokens, digest in _beginnings(tenant, model, prompt_token_ids):
+        for num_tokens, digest in self._beginnings(tenant, model, prompt_token_ids):
             cell = self._homes.get(digest, now)
             if cell is None:
                 break
@@ -40,8 +42,15 @@ class PrefixHomes:
 
     def note(self, tenant: str, model: str, prompt_token_ids: Sequence[int], cell: str, now: float) -> None:
         """A request with this prompt goes to that cell."""
-        for _, digest in _beginnings(tenant, model, prompt_token_ids):
+        for _, digest in self._beginnings(tenant, model, prompt_token_ids):
             self._homes.put(digest, cell, tenant, now + KEPT_SECONDS)
+
+    def _beginnings(self, tenant: str, model: str, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        last_tenant, last_model, last_prompt, beginnings = self._last
+        if last_prompt is not prompt_token_ids or (last_tenant, last_model) != (tenant, model):
+            beginnings = list(_beginnings(tenant, model, prompt_token_ids))
+            self._last = (tenant, model, prompt_token_ids, beginnings)
+        return beginnings
 
 
 def _beginnings(tenant: str, model: str, prompt_token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

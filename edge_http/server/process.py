@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from edge_http import metric_table as table
-from edge_http.cells.other_cells import OtherCells, no_residency
+from edge_http.cells.known_cells import no_residency
+from edge_http.cells.other_cells import OtherCells
 from edge_http.edge import Edge
 from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges

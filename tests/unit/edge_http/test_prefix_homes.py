@@ -8,6 +8,17 @@ from edge_http.cells.prefix_homes import FIRST_TOKENS, KEPT_SECONDS, PrefixHomes
 PROMPT = list(range(200))
 
 
+class CountedPrompt(list[int]):
+    """Counts the tokens that are read of it."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.num_read += len(found)
+        return found
+
+
 def test_a_conversation_is_found_again_as_it_grows_by_its_tenant_alone() -> None:
     """Another tenant's prompt of the same tokens is cached for that tenant only, so that it has a home of its own."""
     homes = PrefixHomes()
@@ -29,3 +40,15 @@ def test_it_follows_its_last_request_and_the_oldest_are_forgotten() -> None:
     homes.note("t", "m", [9, *PROMPT], "own", 0.0)
     homes.note("t", "m", [8, *PROMPT], "own", 0.0)
     assert homes.find("t", "m", PROMPT, 0.0) is None
+
+
+def test_a_request_that_is_looked_up_and_noted_is_hashed_once() -> None:
+    """Long prompts pass here on the way of each request, on the edge's only event loop."""
+    homes = PrefixHomes()
+    prompt = CountedPrompt(PROMPT)
+    assert homes.find("acme/web", "m", prompt, 0.0) is None
+    homes.note("acme/web", "m", prompt, "east", 0.0)
+    assert prompt.num_read == 128
+    assert homes.find("acme/web", "m", prompt, 0.0) == CachedPrefix("east", 128)
+    assert homes.find("other/web", "m", prompt, 0.0) is None
+    assert prompt.num_read == 256
