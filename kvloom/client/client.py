@@ -43,6 +43,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link.link import LinkRequest
+from kvloom.router_link.members import NearCellFirst
 from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1 import router_service_pb2
@@ -54,6 +55,8 @@ LEAST_DEADLINE_MS: Final = 1.0
 """A repeated request is sent with this deadline if nothing is left of its own: the router refuses it with a clear
 error."""
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
+NEAR_SECONDS: Final = 1.0
+"""How long the first call waits for a router of the own cell."""
 
 
 class Client:
@@ -71,6 +74,7 @@ class Client:
         self,
         address: str | Sequence[str],
         *,
+        other_cells: str | Sequence[str] = (),
         client_id: str = "",
         reattach_seconds: float = REATTACH_SECONDS,
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
@@ -83,6 +87,8 @@ class Client:
         """Connect to nothing yet: the first call does.
 
         `address`: host:port of the router. For several, a list, or one string with commas between them.
+        `other_cells`: routers of other cells (docs/operate/regions.md), given as `address` is. They have this client's
+        requests while no router of its own cell can take them, and continue what a lost cell was answering.
         `client_id`: the client's name in the routers' logs. By default "sdk-" and the process id.
         `reattach_seconds`: how long an answer that has lost its router looks for another router that continues it; a
         resumable one looks for at least 30 seconds. 0: it fails at once.
@@ -97,7 +103,8 @@ class Client:
         `api_key`.
         """
         self._open_channel = open_channel or channel_opener(api_key, tls)
-        self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
+        self._addresses = _addresses_in(address)
+        self._far_addresses = _addresses_in(other_cells)
         self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
@@ -270,7 +277,7 @@ class Client:
         if self._is_closed:
             raise RuntimeError("The client is closed.")
         if self._channels is None:
-            self._channels = RouterChannels(self._addresses, self._open_channel)
+            self._channels = RouterChannels(self._addresses, self._open_channel, far_addresses=self._far_addresses)
         return self._channels
 
     def _close_soon(self, deltas: AsyncGenerator[Delta, None]) -> None:
@@ -348,7 +355,10 @@ class Client:
                 tells_refusals=True,
                 open_channel=self._open_channel,
             )
+            if self._far_addresses:
+                self._link.use_cells(NearCellFirst(self._far_addresses), dict.fromkeys(self._far_addresses, ""))
             await self._link.start()
+            await self._near_link(self._link)
         link = self._link
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
@@ -357,9 +367,24 @@ class Client:
                         raise link.refusal
                     await link.wait_fleet_change()
         except TimeoutError:
-            message = f"No router answers at {', '.join(self._addresses)}."
-            raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0) from None
+            message = f"No router answers at {', '.join([*self._addresses, *self._far_addresses])}."
+            lost = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+            raise link.residency_refusal() or lost from None
         return link
+
+    async def _near_link(self, link: RouterGroup) -> None:
+        """Wait a moment for the routers of the own cell, so that no first request goes to another because that has
+        answered sooner."""
+        if self._far_addresses:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEAR_SECONDS):
+                    while link.connected_links.keys().isdisjoint(self._addresses):
+                        await link.wait_fleet_change()
+
+
+def _addresses_in(address: str | Sequence[str]) -> list[str]:
+    """Those of a list, or of one string with commas between them."""
+    return [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
 
 
 def _link_request(request: router_service_pb2.GenerateRequest) -> LinkRequest:

@@ -28,6 +28,7 @@ RETRIED: Final = frozenset(
         ErrorReason.ROUTER_LOST,
         ErrorReason.SAFETY_UNAVAILABLE,
         ErrorReason.AUTH_UNAVAILABLE,
+        ErrorReason.CELL_UNAVAILABLE,
     }
 )
 """The fleet could not serve the request, and may be able to soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -15,19 +16,42 @@ from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
 _Answer = TypeVar("_Answer")
 
-ASK_ELSEWHERE: Final = frozenset({ErrorReason.ERROR_REASON_DRAINING, ErrorReason.ERROR_REASON_NOT_FOUND})
-"""Reasons to call another router: this one is stopping, or another one knows the request."""
+ASK_ELSEWHERE: Final = frozenset(
+    {
+        ErrorReason.ERROR_REASON_DRAINING,
+        ErrorReason.ERROR_REASON_NOT_FOUND,
+        ErrorReason.ERROR_REASON_CELL_UNAVAILABLE,
+    }
+)
+"""Reasons to call another router: this one is stopping, another one knows the request, or only that of another cell may
+compute it."""
+FAR_SECONDS: Final = 30.0
+"""How long a router of another cell that has answered is called first. Then the near ones are, which may be back."""
 
 
 class RouterChannels:
     """A channel to each address. The router that answered last is called first."""
 
-    def __init__(self, addresses: Sequence[str], open_channel: OpenChannel = open_plain_channel) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        open_channel: OpenChannel = open_plain_channel,
+        *,
+        far_addresses: Sequence[str] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`far_addresses` are those of other cells, which are called after the others."""
         self.addresses = addresses
+        self.far_addresses = far_addresses
         self.open_channel = open_channel
-        self._channels = [open_channel(address) for address in addresses]
+        every = [*addresses, *far_addresses]
+        self._channels = [open_channel(address) for address in every]
         self._stubs = [RouterServiceStub(channel) for channel in self._channels]
-        self._addresses = dict(zip(self._stubs, addresses, strict=True))
+        self._addresses = dict(zip(self._stubs, every, strict=True))
+        self._far_stubs = frozenset(self._stubs[len(addresses) :])
+        self._now = now
+        self._returns_at = 0.0
+        """When the near routers are called first again; 0: they are."""
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -36,6 +60,9 @@ class RouterChannels:
     @property
     def stubs(self) -> list[RouterServiceStub]:
         """The routers' stubs, in the order in which to call them."""
+        if self._returns_at and self._now() >= self._returns_at:
+            self._returns_at = 0.0
+            self._stubs.sort(key=self._far_stubs.__contains__)
         return list(self._stubs)
 
     def address_of(self, stub: RouterServiceStub) -> str:
@@ -46,6 +73,7 @@ class RouterChannels:
         if stub is not self._stubs[0]:
             self._stubs.remove(stub)
             self._stubs.insert(0, stub)
+            self._returns_at = self._now() + FAR_SECONDS if stub in self._far_stubs else 0.0
 
     async def call(
         self,

@@ -31,6 +31,7 @@ from kvloom.v1 import router_service_pb2
 class ClientOptions(TypedDict, total=False):
     """The keyword arguments of `SyncClient`, which are those of `Client`."""
 
+    other_cells: str | Sequence[str]
     client_id: str
     reattach_seconds: float
     connect_timeout_seconds: float

@@ -141,6 +141,15 @@ class RouterGroup:
         refusal = self._members.refusal if self._tells_refusals else None
         return refusal if refusal is not None and refusal.reason in REFUSED_CREDENTIALS else None
 
+    def residency_refusal(self, tenant: str = "") -> KvloomError | None:
+        """Why no router can have a request, if that is because not every cell may. `tenant`: whose it is, for a process
+        that has requests of several. Another process learns it from the routers that refuse its own key."""
+        if self._cells is not None and (refusal := self._cells.refusal(tenant)) is not None:
+            return refusal
+        refusal = self._members.refusal if self._tells_refusals else None
+        is_residency = refusal is not None and refusal.reason == ErrorReason.ERROR_REASON_CELL_UNAVAILABLE
+        return refusal if is_residency else None
+
     @property
     def addresses(self) -> list[str]:
         """The routers' addresses, with those first that accept requests."""
@@ -165,7 +174,7 @@ class RouterGroup:
             return tracked.handle
         member = self._pick(tracked)
         if member is None:
-            raise self._residency_refusal(tracked) or self.refusal or self._members.unavailable_error()
+            raise self.residency_refusal(request.submit.tenant) or self.refusal or self._members.unavailable_error()
         self._attach(tracked, member)
         return tracked.handle
 
@@ -309,9 +318,6 @@ class RouterGroup:
             return self._members.pick(tracked.request.wanted.model, tracked.affinity_key)
         return self._members.pick_in(self._cells, tracked.request, tracked.affinity_key)
 
-    def _residency_refusal(self, tracked: TrackedRequest) -> KvloomError | None:
-        return None if self._cells is None else self._cells.refusal(tracked.request.submit.tenant)
-
     # -- finding another router ---------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -384,7 +390,7 @@ class RouterGroup:
         """The last rejection if a router has rejected the request, otherwise that its router was lost."""
         if tracked.error.reason not in LOSSES:
             return KvloomError.from_proto(tracked.error)
-        if (refusal := self._residency_refusal(tracked)) is not None:
+        if (refusal := self.residency_refusal(tracked.request.submit.tenant)) is not None:
             return refusal
         message = f"The router was lost, and no other one took over within {self._reattach_seconds:g} seconds."
         return KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)

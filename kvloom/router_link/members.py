@@ -45,6 +45,26 @@ class CellOrder(Protocol):
         ...
 
 
+class NearCellFirst:
+    """A CellOrder for a client that knows of its routers only which are those of other cells: these have its requests
+    while no other router can take them. It is told of no residency: routers refuse whom their cell may not serve."""
+
+    def __init__(self, far_addresses: Iterable[str]) -> None:
+        self._far_addresses = frozenset(far_addresses)
+
+    def cell_of(self, address: str) -> str:
+        return "far" if address in self._far_addresses else "near"
+
+    def order(self, request: LinkRequest) -> Sequence[str]:  # noqa: ARG002  (a CellOrder)
+        return ("near", "far")
+
+    def note_sent(self, request: LinkRequest, address: str) -> None:
+        """Nothing depends on what was sent."""
+
+    def refusal(self, tenant: str) -> KvloomError | None:  # noqa: ARG002  (a CellOrder)
+        return None
+
+
 class RouterMember:
     """One router, and the link to it."""
 

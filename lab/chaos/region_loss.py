@@ -2,7 +2,7 @@
 
 The edge is west's. It reaches both routers through proxies, that of east with a delay. West is lost first by its
 network alone, so that its router has to take back what it metered, and then with all of its processes. One of two
-tenants is resident in west.
+tenants is resident in west. Half of the users have no edge: they use the SDK with the routers of both cells.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict, judge
 from lab.chaos.clients.http_client import HttpClient
 from lab.chaos.clients.oracle import SimOracle, prompt_ids_of
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall, draw_question
+from lab.chaos.clients.sdk_client import SdkClient
 from lab.chaos.clients.transcript import Transcript
 from lab.chaos.fabric.cluster import Cluster
 from lab.chaos.fabric.proxy import FaultProxy
@@ -57,6 +58,8 @@ _SETTLE_SECONDS: Final = 3.0
 _MOBILE: Final = "acme/anywhere"
 _RESIDENT: Final = "acme/west"
 _OPERATOR: Final = "operators/admin"
+_ENDPOINTS: Final = ((Endpoint.CHAT, Endpoint.COMPLETION), (Endpoint.SDK_TEXT, Endpoint.SDK_TOKENS))
+"""For text and for token ids: over HTTP, and with the SDK."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,8 +112,15 @@ class _Run:
     async def run(self) -> dict[str, Any]:
         async with self._cells() as (west, east):
             keys = await self._make_tenants(west)
-            async with HttpClient({"edge": f"http://{west.http_address}"}) as http:
-                await self._run_users(http, west, keys)
+            async with contextlib.AsyncExitStack() as clients:
+                http = await clients.enter_async_context(HttpClient({"edge": f"http://{west.http_address}"}))
+                sdk = {
+                    tenant: await clients.enter_async_context(
+                        SdkClient(self._address("west"), 2, keys[tenant], self._address("east"))
+                    )
+                    for tenant in (_MOBILE, _RESIDENT)
+                }
+                await self._run_users(http, sdk, west, keys)
             problems = [*await wait_for_quiescence(west), *await wait_for_quiescence(east)]
             await asyncio.sleep(_SETTLE_SECONDS)
             counts = await _counts_of(west, keys[_OPERATOR])
@@ -185,10 +195,15 @@ class _Run:
 
     # -- users and losses ---------------------------------------------------------------------------------------------
 
-    async def _run_users(self, http: HttpClient, west: Cluster, keys: dict[str, str]) -> None:
+    async def _run_users(
+        self, http: HttpClient, sdk: dict[str, SdkClient], west: Cluster, keys: dict[str, str]
+    ) -> None:
         stop = asyncio.Event()
         users = [
-            asyncio.create_task(self._run_user(http, number, tenant, keys[tenant], stop), name=f"user {number}")
+            asyncio.create_task(
+                self._run_user(http, sdk[tenant] if number % 2 else None, number, tenant, keys[tenant], stop),
+                name=f"user {number}",
+            )
             for number, tenant in zip(
                 range(self._num_users), (_MOBILE, _MOBILE, _RESIDENT) * self._num_users, strict=False
             )
@@ -218,19 +233,32 @@ class _Run:
         await asyncio.sleep(LOST_SECONDS)
         loss.ended_at, self._is_cut = time.monotonic(), False
 
-    async def _run_user(self, http: HttpClient, number: int, tenant: str, key: str, stop: asyncio.Event) -> None:
+    async def _run_user(
+        self, http: HttpClient, sdk: SdkClient | None, number: int, tenant: str, key: str, stop: asyncio.Event
+    ) -> None:
+        """A user of the SDK, or without one of the edge."""
         rng = random.Random(f"user {number} of {self._seed}")
         num_asked = 0
         while not stop.is_set():
             num_asked += 1
             question = draw_question(rng, self._oracle.words[:256], MAX_TOKENS, [self._model.name])
-            call = UserCall(question, Endpoint.CHAT if question.is_chat else Endpoint.COMPLETION, Behaviour.PLAIN)
+            of_text, of_tokens = _ENDPOINTS[sdk is not None]
+            is_resumable = sdk is not None and question.is_chat and num_asked % 2 == 0
+            call = UserCall(
+                question,
+                of_text if question.is_chat else of_tokens,
+                Behaviour.RESUMABLE if is_resumable else Behaviour.PLAIN,
+            )
             expected = await self._oracle.expected(question)
             transcript = Transcript.begin(question.n, time.monotonic())
             prompt_ids = await prompt_ids_of(question, self._tokenizer)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_SECONDS):
-                    await http.ask(call, prompt_ids, transcript, rng, f"u{number}-{num_asked}", lambda: key)
+                    name = f"u{number}-{num_asked}"
+                    if sdk is None:
+                        await http.ask(call, prompt_ids, transcript, rng, name, lambda: key)
+                    else:
+                        await sdk.ask(call, prompt_ids, transcript, rng, name)
             transcript.ended_at = time.monotonic()
             self._records.append(Record.of(call, expected, transcript, judge(expected, transcript), tenant))
 
@@ -258,10 +286,13 @@ class _Run:
             problems.append(f"{num_moved_residents} requests of a resident tenant were computed elsewhere")
         if not struck or not counts["reattached"]:
             problems.append("no stream was running when the cell was lost")
+        if not any(one.call.endpoint in _ENDPOINTS[True] for one in struck):
+            problems.append("no stream of the SDK was running when the cell was lost")
         return {
             "num_answers": len(self._records),
             "by_verdict": {verdict: sum(one.finding.verdict is verdict for one in mobile) for verdict in AnswerVerdict},
             "num_streams_at_the_losses": len(struck),
+            "num_sdk_streams_at_the_losses": sum(one.call.endpoint in _ENDPOINTS[True] for one in struck),
             "pause_seconds": {"median": statistics.median(pauses), "longest": max(pauses)} if pauses else {},
             "num_differing_lost_or_doubled": len(bad),
             "num_resident_answers": len(resident),

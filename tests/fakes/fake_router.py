@@ -46,8 +46,8 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.answers = True
         self.fail_with: KvloomError | None = None
         """If set, every choice (or Generate RPC) ends with this error."""
-        self.refuses = False
-        """If set, new streams end at once, as if no process listened."""
+        self.refuses: bool | KvloomError = False
+        """If set, new streams end at once, with this error or as if no process listened."""
         self.address = ""
         self.own_address = ""
         """The address that it sends as the one where only this router listens."""
@@ -70,6 +70,8 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
     async def Connect(self, request_iterator, context):
         connection: Connection | None = None
         hello = await context.read()
+        if isinstance(self.refuses, KvloomError):
+            await context.abort_with_status(to_grpc_status(self.refuses))
         if self.refuses:
             return
         connection = Connection(hello.hello)

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from edge_http.cells import other_cells
+from edge_http.cells import known_cells, other_cells
 from edge_http.cells.other_cells import OtherCells
 from edge_http.metrics import EdgeMetrics
+from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from kvloom.router_link.group import RouterGroup
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -162,15 +164,31 @@ async def test_the_streams_of_a_lost_cell_go_on_in_the_other_and_those_of_reside
     assert cells.num_sent("east") == len(moving) + 1
 
 
+@pytest.mark.parametrize("kind", ["token_ids", "text", "resumable"])
+async def test_the_answers_of_the_sdk_go_on_in_the_other_cell(cells: Cells, kind: str) -> None:
+    """A program without an edge promises its users as much: it notices a pause, and what follows is the same."""
+    prompt: Any = {"token_ids": [1, *range(20, 59)]} if kind == "token_ids" else {"text": "one two three"}
+    options = {"model": MODEL, "max_tokens": MAX_TOKENS, "resumable": kind == "resumable", "seed": 3, **prompt}
+    async with Client(cells.own.proxy.address, other_cells=cells.east.proxy.address) as client:
+        whole = await client.complete(**options)
+        answer = client.generate(**options)
+        deltas = [await anext(answer) for _ in range(3)]
+        await cells.own.lose()
+        deltas += [delta async for delta in answer]
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert sum(len(delta.token_ids) for delta in deltas) == whole.num_output_tokens == MAX_TOKENS
+        assert (await client.complete(**options)).text == whole.text
+
+
 async def test_a_cell_that_does_not_answer_is_asked_last(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of it any more, so that it may be as good as lost; when it answers again it is as before."""
     monkeypatch.setattr(other_cells, "ANSWER_SECONDS", 0.05)
-    monkeypatch.setattr(other_cells, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(known_cells, "FRESH_SECONDS", 0.0)
     cells.own.proxy.freeze(True)
     await cells.cells.ask()
     request = link_request("r", MODEL, [1], "", SamplingParams(), StopConditions(), tenant="acme/web")
     assert cells.cells.order(request) == ["own", "east"]
-    monkeypatch.setattr(other_cells, "FRESH_SECONDS", 60.0)
+    monkeypatch.setattr(known_cells, "FRESH_SECONDS", 60.0)
     cells.own.proxy.freeze(False)
     await cells.cells.ask()
     assert cells.cells.order(request)[0] == "own"

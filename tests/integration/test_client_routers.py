@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvloom.client.client import Client
+from kvloom.client.router_channels import FAR_SECONDS, RouterChannels
 from kvloom.errors import KvloomError
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of
 from tests.waiting import eventually
@@ -103,3 +105,63 @@ async def test_no_router_is_there(gone: str) -> None:
         with pytest.raises(KvloomError) as caught:
             await client.list_models()
         assert caught.value.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
+
+
+async def test_routers_of_other_cells_answer_while_no_near_one_can(gone: str, routers: list[FakeRouter]) -> None:
+    """A far cell costs the way there and computes again what the near one has cached, so that it is for losses only."""
+    near, far = routers
+    async with Client([near.address], other_cells=far.address) as client:
+        await client.complete(model="m", token_ids=[1])
+        await far.wait_until(lambda: bool(far.connections))
+        for number in range(8):
+            await client.complete(model="m", token_ids=[number])
+            await client.complete(model="m", text="a")
+        assert (len(near.generate_requests), len(far.generate_requests)) == (8, 0)
+        assert (len(near.connections[0].submits), len(far.connections[0].submits)) == (9, 0)
+        near.fleet.models[0].num_ready_shards = 0
+        near.connections[0].frames.put_nowait(router_service_pb2.RouterServiceConnectResponse(fleet=near.fleet))
+        assert client._link is not None
+        await eventually(lambda: [one.num_ready_shards for one in client._link.fleet.models] == [1] and far.connections)
+        await client.complete(model="m", token_ids=[5])
+        assert len(near.connections[0].submits) + len(far.connections[0].submits) == 10
+    async with Client([gone], other_cells=[far.address]) as client:
+        assert (await client.complete(model="m", text="a b")).text == "ab"
+        assert (await client.complete(model="m", token_ids=[7])).text == text_of(7)
+
+
+async def test_a_client_returns_to_its_own_cell(gone: str, routers: list[FakeRouter]) -> None:
+    """The near routers are asked again half a minute later: nobody tells a client that they are back."""
+    now = 100.0
+    channels = RouterChannels([gone, routers[0].address], far_addresses=[routers[1].address], now=lambda: now)
+
+    def addresses() -> list[str]:
+        return [channels.address_of(stub) for stub in channels.stubs]
+
+    first = addresses()
+    channels.prefer(channels.stubs[2])
+    assert addresses() == [first[2], *first[:2]]
+    now += FAR_SECONDS
+    assert addresses() == first
+    channels.prefer(channels.stubs[2])
+    channels.prefer(channels.stubs[2])
+    assert addresses() == [first[1], first[2], first[0]]
+    now += FAR_SECONDS
+    assert addresses() == [first[1], first[2], first[0]]
+    await channels.close()
+
+
+async def test_a_tenant_of_one_cell_is_served_there_or_told_why_not(gone: str, routers: list[FakeRouter]) -> None:
+    """A resident tenant's client may know both cells: the other one refuses its key, and that is no reason to fail
+    while the right one is there, and the reason that it gets when that is lost."""
+    other, own = routers
+    refusal = KvloomError(ErrorReason.ERROR_REASON_CELL_UNAVAILABLE, "Only in own.")
+    other.fail_with = other.refuses = refusal
+    async with Client([other.address], other_cells=[own.address], max_retries=0) as client:
+        for prompt in ({"text": "a"}, {"token_ids": [1]}):
+            assert (await client.complete(model="m", **prompt)).num_output_tokens is not None
+    options = {"max_retries": 0, "connect_timeout_seconds": 2.0}
+    async with Client([gone], other_cells=[other.address], **options) as client:
+        for prompt in ({"text": "a"}, {"token_ids": [1]}):
+            with pytest.raises(KvloomError) as caught:
+                await client.complete(model="m", **prompt)
+            assert caught.value.reason == ErrorReason.ERROR_REASON_CELL_UNAVAILABLE

@@ -24,9 +24,10 @@ _FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "len
 class SdkClient:
     """Keeps several connections to the address that the routers share. Use `async with`."""
 
-    def __init__(self, address: str, num_connections: int, api_key: str = "") -> None:
+    def __init__(self, address: str, num_connections: int, api_key: str = "", other_cells: str = "") -> None:
         self._clients = [
-            Client(address, client_id=f"chaos-{number}", api_key=api_key) for number in range(num_connections)
+            Client(address, client_id=f"chaos-{number}", api_key=api_key, other_cells=other_cells or ())
+            for number in range(num_connections)
         ]
 
     async def __aenter__(self) -> SdkClient:

@@ -26,6 +26,7 @@ def test_the_streams_of_a_lost_cell_go_on_in_the_other(
     report = json.loads(done.stdout)
     assert report["problems"] == [], done.stderr
     assert done.returncode == 0
-    assert report["edge_reattached"] >= 4
+    assert report["edge_reattached"] >= 2
+    assert report["num_sdk_streams_at_the_losses"] > 0
     assert report["num_resident_answers_ended"] + report["num_resident_refusals"] > 0
     assert report["edge_requests_of_east"] > 0
