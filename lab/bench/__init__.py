@@ -15,6 +15,8 @@ injections/                 `kvloom-lab bench injections`: trains the classifier
 auc.py                      how well two samples can be told apart, with its confidence interval
 infinite_cache.py           the hits that a perfect cache would have
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
+regions.py                  `kvloom-lab bench regions`: a day in several cells, and the loss of one
+region_model.py             those cells, in one virtual time
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
 experiment.py               what all benches share: flags, a run, rows, and their table and JSON
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity

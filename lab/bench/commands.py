@@ -20,6 +20,7 @@ from tools.cli.lazy_group import LazyGroup
         "data-plane": "lab.bench.data_plane.command:bench_data_plane",
         "overload": "lab.bench.overload:bench_overload",
         "injections": "lab.bench.injections.command:bench_injections",
+        "regions": "lab.bench.regions:bench_regions",
         "phrases": "lab.bench.phrases:bench_phrases",
         "search-quality": "lab.bench.search_quality:bench_search_quality",
         "vector-search": "lab.bench.vector_search:bench_vector_search",

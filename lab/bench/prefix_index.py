@@ -13,6 +13,8 @@ import click
 import psutil
 from msgspec.structs import replace
 
+from kvloom.v1.kv_event_pb2 import KvSnapshot
+from kvloom.v1.shard_service_pb2 import ShardServiceConnectResponse
 from kvloom_common.text.block_hash import block_hashes, root_hash
 from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
 from lab.bench.prefix_index_fill import FilledIndex, chain
@@ -52,6 +54,7 @@ def run_bench(
         "update": _updates(fleet),
         "place": _placements(fleet),
         "snapshot": [_snapshot(fleet, size) for size in snapshot_sizes],
+        "restart": _restart(fleet),
     }
 
 
@@ -147,6 +150,32 @@ def _snapshot(fleet: FilledIndex, num_blocks: int) -> dict[str, Any]:
         row[f"{name}_at_once_ms"] = round(times[0] / 1e6, 2)
         row[f"{name}_longest_later_step_ms"] = round(max(times[1:], default=0) / 1e6, 2)
     return row
+
+
+def _restart(fleet: FilledIndex) -> dict[str, float]:
+    """Measure how a router that has started anew learns what all shards hold, from their frames on: the snapshots of
+    all, and the work that is deferred to later events. The index of the fleet is given up before that."""
+    num_shards = len(fleet.shard_ids)
+    fleet.index = index = PrefixIndex()
+    gc.collect()
+    times: list[int] = []
+
+    def read(shard_id: str, frame: bytes) -> None:
+        snapshot = ShardServiceConnectResponse.FromString(frame).kv_snapshot
+        index.apply_snapshot(shard_id, snapshot.number, snapshot.block_hashes[:])
+
+    for number, shard_id in enumerate(fleet.shard_ids):
+        index.add_shard(shard_id, 2 * fleet.num_blocks, 0.0)
+        held = map(fleet.conversation, range(number, fleet.num_conversations, num_shards))
+        snapshot = KvSnapshot(number=1, block_hashes=itertools.chain.from_iterable(held))
+        times += _time(read, [(shard_id, ShardServiceConnectResponse(kv_snapshot=snapshot).SerializeToString())])
+    later = _settling_times(index)
+    return {
+        "blocks": index.num_blocks,
+        "seconds": round(sum(times + later) / 1e9, 2),
+        "num_later_steps": len(later),
+        "longest_ms": round(max(times + later) / 1e6, 2),
+    }
 
 
 def _settling_times(index: PrefixIndex) -> list[int]:
@@ -250,10 +279,14 @@ def bench_index(
         for row in report["snapshot"]
         for name in ("snapshot", "removal")
     ]
+    restart = report["restart"]
     about = (
         f"{report['num_blocks']:,} blocks on {report['num_shards']} shards, prompts of {report['prompt_blocks']}\n"
         f"memory   {memory['bytes_per_block']:.1f} bytes a block, {memory['gib']:.2f} GiB\n"
-        f"fill     {report['fill_us_per_block']:.2f} us a block, hashing of the test's own included"
+        f"fill     {report['fill_us_per_block']:.2f} us a block, hashing of the test's own included\n"
+        f"restart  {restart['seconds']:.2f} CPU-s until all {restart['blocks']:,} blocks of the shards' snapshots are "
+        f"known again, with {restart['num_later_steps']:,} later events; the longest step takes "
+        f"{restart['longest_ms']:.1f} ms"
     )
     per_block = (replace(_TIMES[0], heading="CPU-µs a block"), *_TIMES[1:])
     return Report(report, [about, TableOf(_TIMES, prompts), TableOf(per_block, updates), TableOf(_STEPS, steps)])

@@ -3,6 +3,7 @@
 command.py       the command
 workload.py      the input and the output of a simulation: calls and outcomes
 world.py         one simulation
+router.py        a router of it
 fleet/           the model of a fleet of shards
 traces/          recorded calls, and their file formats
 decisions.py     a router's decision file as a trace and a fleet

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
-from router.core.actions import Action, CancelOnShard, LeasesWanted, RequestEnded, SubmitAttempt, WantKvSnapshot
-from router.core.core import CoreConfig, RouterCore
+from router.core.actions import CancelOnShard, LeasesWanted, RequestEnded, SubmitAttempt, WantKvSnapshot
+from router.core.core import CoreConfig
+from router.core.dispatch.starts import StartEstimate
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription, TierRank, class_of
-from router.core.tenancy.limiter import Limiter
 from router.placement_plugins import plugin_policy
 from tools.simulate.bound import prefill_seconds
 from tools.simulate.fleet.fleet import MODEL, FleetOptions, make_shards
@@ -28,9 +27,10 @@ from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
 from tools.simulate.idle_waits import IdleWaits
+from tools.simulate.router import SimulatedRouter
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulatedWorkload, SimulationResult
 
-__all__ = ["FleetOptions", "simulate"]
+__all__ = ["FleetOptions", "FleetWorld", "simulate"]
 
 REPORT_SHARE_OF_STALENESS: Final = 0.25
 MIN_REPORT_INTERVAL_SECONDS: Final = 0.05
@@ -45,18 +45,26 @@ def simulate(
 
     Raises ValueError for a policy that does not exist.
     """
-    return _World(workload, options, on_progress).run()
+    return FleetWorld(workload, options, on_progress).run()
 
 
-class _World:
+class FleetWorld:
+    """One fleet. `run` plays its workload; several fleets in one virtual time are begun, and then stepped by their
+    caller, which may give them further calls."""
+
     def __init__(
-        self, workload: SimulatedWorkload, options: FleetOptions, on_progress: Callable[[int], None] | None
+        self,
+        workload: SimulatedWorkload,
+        options: FleetOptions,
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        begins_at: float = 0.0,
     ) -> None:
         self._workload = workload
         self._options = options
         self._on_progress = on_progress
         self._block_size = workload.block_size
-        self._now = 0.0
+        self._now = begins_at
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._num_scheduled = 0
         self._arrivals: Iterator[tuple[float, Call]] = iter(workload.first_calls())
@@ -64,7 +72,9 @@ class _World:
         """The number of arrivals in the heap."""
         self._open: dict[str, tuple[Call, float]] = {}
         """Calls that have arrived and not ended, with their arrival times, by request_id."""
-        self._outcomes: list[Outcome] = []
+        self._sequences: dict[str, tuple[SimShard, ShardSequence]] = {}
+        """By request_id: the sequence of an open call, and its shard."""
+        self.outcomes: list[Outcome] = []
         self._samples: list[ShardSample] = []
         self._shards = make_shards(options, workload.block_size)
         self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
@@ -108,26 +118,66 @@ class _World:
         )
 
     def run(self) -> SimulationResult:
+        self.begin()
+        while self.is_busy:
+            self.step()
+        return self.result()
+
+    def begin(self) -> None:
         for index, shard in enumerate(self._shards):
             if shard.is_connected:
                 self._connect(index)
         if self._scaled is not None:
             self._schedule(self._scaled.scaler.interval_seconds, self._on_scale, self._scaled)
         self._schedule_next_arrival()
-        while self._open or self._num_scheduled_arrivals:
-            at, _, callback, subject = self._heap[0]
-            if self._next_sample_at <= at or self._next_report_at <= at:
-                self._observe(at)
-                continue
-            heapq.heappop(self._heap)
-            self._now = at
-            callback(subject)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while calls are open or will arrive."""
+        return bool(self._open or self._num_scheduled_arrivals)
+
+    @property
+    def next_at(self) -> float:
+        """The time of the next event; infinity when nothing is going on."""
+        return self._heap[0][0] if self.is_busy else math.inf
+
+    def step(self) -> None:
+        """Let the next event happen. The fleet must be busy."""
+        at, _, callback, subject = self._heap[0]
+        if self._next_sample_at <= at or self._next_report_at <= at:
+            self._observe(at)
+            return
+        heapq.heappop(self._heap)
+        self._now = at
+        callback(subject)
+
+    def add_call(self, call: Call, at: float) -> None:
+        """Let a call arrive that is none of the workload's."""
+        self._num_scheduled_arrivals += 1
+        self._schedule(at, self._on_call, call)
+
+    def starts(self, now: float) -> dict[str, StartEstimate]:
+        """How soon a request would begin that arrives now, by model, as the first router tells edges."""
+        self._now = max(self._now, now)
+        self._refresh_loads(self._links[0])
+        return self._links[0].core.starts(now)
+
+    def unfinished(self, now: float) -> list[tuple[Call, float, int]]:
+        """(call, its arrival, the output tokens that it has) of each open call."""
+        found: list[tuple[Call, float, int]] = []
+        for name, (call, arrived_at) in self._open.items():
+            sequence = self._sequences.get(name)
+            num_tokens = 0 if sequence is None else sequence[0].num_output_tokens_of(sequence[1], now)
+            found.append((call, arrived_at, num_tokens))
+        return found
+
+    def result(self) -> SimulationResult:
         if self._on_progress is not None:
-            self._on_progress(len(self._outcomes))
+            self._on_progress(len(self.outcomes))
         if self._scaled is not None:
             self._scaled.finish(self._now)
         return SimulationResult(
-            self._outcomes,
+            self.outcomes,
             self._samples,
             sum(link.cpu_nanoseconds for link in self._links) / 1e9,
             sum(link.num_events for link in self._links),
@@ -180,12 +230,13 @@ class _World:
 
     def _on_request_ended(self, link: SimulatedRouter, ended: RequestEnded) -> None:
         call, arrived_at = self._open.pop(ended.request_id)
+        self._sequences.pop(ended.request_id, None)
         now = self._now
         if self._limits is not None:
             self._limits.record(link.name, ended)
         self._idle_waits[call.model if self._options.models else MODEL].note_end(ended.request_id)
         failed = ended.reason not in (FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP)
-        self._outcomes.append(
+        self.outcomes.append(
             Outcome(
                 call,
                 arrived_at,
@@ -199,8 +250,8 @@ class _World:
                 ended.num_output_tokens,
             )
         )
-        if self._on_progress is not None and len(self._outcomes) % 64 == 0:
-            self._on_progress(len(self._outcomes))
+        if self._on_progress is not None and len(self.outcomes) % 64 == 0:
+            self._on_progress(len(self.outcomes))
         for at, following in self._workload.next_calls(call, now):
             self._num_scheduled_arrivals += 1
             self._schedule(max(at, now), self._on_call, following)
@@ -283,19 +334,18 @@ class _World:
             if not shard.can_hold(num_prompt_tokens, num_output_tokens):
                 self._schedule(self._now, self._deliver_later, (link, too_long(shard.shard_id, choice.slot)))
                 continue
-            shard.submit(
-                ShardSequence(
-                    slot=choice.slot,
-                    num_prompt_tokens=num_prompt_tokens,
-                    num_output_tokens=num_output_tokens,
-                    hashes=request.block_hashes[self._block_size],
-                    num_expected_cached_tokens=action.num_expected_cached_tokens,
-                    router_index=link.index,
-                    class_rank=class_of(request).rank,
-                    tenant=request.tenant,
-                ),
-                self._now,
+            sequence = ShardSequence(
+                slot=choice.slot,
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=num_output_tokens,
+                hashes=request.block_hashes[self._block_size],
+                num_expected_cached_tokens=action.num_expected_cached_tokens,
+                router_index=link.index,
+                class_rank=class_of(request).rank,
+                tenant=request.tenant,
             )
+            self._sequences[request.request_id] = shard, sequence
+            shard.submit(sequence, self._now)
         self._schedule_shard(shard)
 
     def _on_cancel(self, link: SimulatedRouter, action: CancelOnShard) -> None:
@@ -358,7 +408,7 @@ class _World:
         queues = [queue for link in self._links for queue in link.core.queued_by_model().values()] if num_queued else []
         num_tokens = sum(tokens for _, tokens in queues)
         self._end_idle(scaled)
-        begun, draining = scaled.decide(self._now, self._outcomes, num_queued, num_tokens)
+        begun, draining = scaled.decide(self._now, self.outcomes, num_queued, num_tokens)
         for index in begun:
             self._schedule(self._now + scaled.scaler.start_seconds, self._on_started, index)
         for index in draining:
@@ -416,56 +466,11 @@ class _World:
         return at + interval_seconds * max(1, math.ceil((before - at) / interval_seconds))
 
 
-_ACTION_HANDLERS: Final[dict[type, Callable[[_World, SimulatedRouter, Any], None]]] = {
-    SubmitAttempt: _World._on_submit,
-    CancelOnShard: _World._on_cancel,
-    WantKvSnapshot: _World._on_want_snapshot,
-    LeasesWanted: _World._on_leases_wanted,
-    RequestEnded: _World._on_request_ended,
+_ACTION_HANDLERS: Final[dict[type, Callable[[FleetWorld, SimulatedRouter, Any], None]]] = {
+    SubmitAttempt: FleetWorld._on_submit,
+    CancelOnShard: FleetWorld._on_cancel,
+    WantKvSnapshot: FleetWorld._on_want_snapshot,
+    LeasesWanted: FleetWorld._on_leases_wanted,
+    RequestEnded: FleetWorld._on_request_ended,
 }
 """RequestEnded has everything about an answer, so that SendStep is not needed. Other actions have no receiver here."""
-
-
-MIN_REPORTED_CONTEXT_GROWTH = 0.01
-"""When only decoding changes the load of a shard, it is reported again after its context has grown by this share."""
-
-
-class SimulatedRouter:
-    """One router core. Tracks the load that was last reported to it for each shard, and the CPU time of the core."""
-
-    def __init__(
-        self, index: int, config: CoreConfig, seed: int, shards: Sequence[SimShard], limiter: Limiter | None
-    ) -> None:
-        self.index = index
-        self.name = f"router-{index}"
-        self.core = RouterCore(config, seed=seed, limiter=limiter)
-        self.cpu_nanoseconds = 0
-        self.num_events = 0
-        self.tick_at: float | None = None
-        """The time of the scheduled Tick."""
-        self._shards = shards
-        self._reported_changes = [-1] * len(shards)
-        self._next_reports_at = [0.0] * len(shards)
-
-    def handle(self, event: ev.Event, now: float) -> list[Action]:
-        began = time.thread_time_ns()
-        actions = self.core.handle(event, now)
-        self.cpu_nanoseconds += time.thread_time_ns() - began
-        self.num_events += 1
-        return actions
-
-    def take_reports(self, now: float) -> list[ev.LoadReported]:
-        """Load reports of all shards whose load has changed since their last report."""
-        reports: list[ev.LoadReported] = []
-        reported_changes, next_report_at = self._reported_changes, self._next_reports_at
-        for index, shard in enumerate(self._shards):
-            if not shard.is_connected or (shard.num_changes == reported_changes[index] and now < next_report_at[index]):
-                continue
-            reported_changes[index] = shard.num_changes
-            next_report_at[index] = now + shard.seconds_until_growth(MIN_REPORTED_CONTEXT_GROWTH)
-            reports.append(ev.LoadReported(shard.shard_id, shard.load(self.index, now)))
-        return reports
-
-    def forget_reports(self, index: int) -> None:
-        """Another shard has taken the place of this one."""
-        self._reported_changes[index], self._next_reports_at[index] = -1, 0.0

@@ -29,6 +29,7 @@ def check_report(report: dict[str, Any]) -> None:
     assert len(report["look_up"]) == 8
     assert all(row["p99_us"] >= row["p50_us"] > 0 for row in [*report["look_up"], *report["place"], *report["update"]])
     assert report["snapshot"][0]["snapshot_total_ms"] >= report["snapshot"][0]["snapshot_at_once_ms"] > 0
+    assert report["restart"]["blocks"] == report["num_blocks"]
 
 
 def test_the_report_is_whole():

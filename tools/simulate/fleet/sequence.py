@@ -105,10 +105,14 @@ class DecodeBatch:
 
     def leave(self, sequence: ShardSequence) -> None:
         """Remove a sequence, at its end or before."""
-        assert sequence.end_step is not None
-        num_generated = sequence.num_output_tokens - (sequence.end_step - self._step)
-        self._count(sequence, -1, -(sequence.num_prompt_tokens + num_generated))
+        self._count(sequence, -1, -(sequence.num_prompt_tokens + self.num_generated(sequence)))
         sequence.end_step = None
+
+    def num_generated(self, sequence: ShardSequence, num_later_steps: int = 0) -> int:
+        """How many output tokens a sequence has after so many more steps; 0: it does not decode yet."""
+        if sequence.end_step is None:
+            return 0
+        return sequence.num_output_tokens - (sequence.end_step - self._step) + num_later_steps
 
     def advance(self, num_steps: int) -> list[ShardSequence]:
         """Give every sequence `num_steps` tokens. Returns the complete ones, which the caller must remove."""

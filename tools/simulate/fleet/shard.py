@@ -143,6 +143,11 @@ class SimShard:
             + num_ended * decoding.num_sequences_of[router_index],
         )
 
+    def num_output_tokens_of(self, sequence: ShardSequence, now: float) -> int:
+        """How many output tokens a live sequence has at this time."""
+        num_ended = 0 if self._run is None else min(self._run.count_ended(now - self._began_at), self._num_steps)
+        return self._decoding.num_generated(sequence, num_ended)
+
     def seconds_until_growth(self, share: float) -> float:
         """About how long it takes until decode alone changes the load by this share. Infinite if it does not."""
         if self._run is None:
