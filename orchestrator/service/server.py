@@ -10,25 +10,14 @@ import grpc
 import structlog
 
 from kvloom.v1 import orchestrator_service_pb2, orchestrator_service_pb2_grpc
-from kvloom_common.access.exposure import is_loopback
-from kvloom_common.backend import serve_announced
+from kvloom_common.backend import Servicer, host_of_state, serve_state
 from kvloom_common.config import KvloomConfig
-from kvloom_common.database.database import Database, database_url
+from kvloom_common.database.database import database_url
 from kvloom_common.database.opening import opened
-from kvloom_common.discovery.announcer import fabric_host
 from kvloom_common.metrics.exporter import MetricsExporter, NoMetrics
-from kvloom_common.process.service import (
-    SERVER_OPTIONS,
-    StartError,
-    bind,
-    set_serving,
-    sharing_port,
-    stop_event,
-)
+from kvloom_common.process.service import SERVER_OPTIONS, StartError, bind, sharing_port, stop_event
 from kvloom_common.process.watched_files import following
 from kvloom_common.tracing.tracer import open_tracer
-from kvloom_common.transport.checked_server import CheckedServer
-from kvloom_common.transport.standard_services import add_health_and_reflection
 from kvloom_common.trust.fabric_trust import FabricTrust
 from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.background.log import ResponseLogs
@@ -48,9 +37,6 @@ from orchestrator.tracing import OrchestratorTracing
 log = structlog.get_logger()
 
 FILE_NAME: Final = "orchestrator.db"
-SERVICE_NAMES: Final = [orchestrator_service_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name]
-STOP_GRACE_SECONDS: Final = 2.0
-"""For calls that run when the process is to stop."""
 MAX_CONCURRENT_RPCS: Final = 1024
 
 
@@ -64,11 +50,7 @@ async def serve(
     name: str = "orchestrator",
 ) -> None:
     """Serve until SIGTERM. With `shares_port`, the supervisor holds the port, too. Raises StartError, ConfigError."""
-    host = fabric_host(config, config.orchestrator.host)
-    if not trust.has_secret and not is_loopback(host):
-        raise StartError(
-            f"the orchestrator trusts all who reach it at {host}: give the fabric a secret (fabric.secret_file)"
-        )
+    host = host_of_state(config, "orchestrator", trust)
     if config.edge.masks_prompts and not trust.has_secret:
         raise StartError(
             "edge.masks_prompts: what is stored is then encrypted with the fabric's secret (fabric.secret_file), and "
@@ -94,40 +76,20 @@ async def serve(
             owned.append(tasks.create_task(runner.run(), name="jobs"))
         searcher = Searcher(database, FabricEncoder(edges) if trust.has_secret else None)
         held = database, config.orchestrator, contents, searcher, logs, runner.wake, sealer
-        servicer = OrchestratorServicer(*held, tracing=tracing)
+        servicer = Servicer(
+            orchestrator_service_pb2.DESCRIPTOR.services_by_name["OrchestratorService"],
+            orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server,
+            OrchestratorServicer(*held, tracing=tracing),
+        )
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
             server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
             address = bind(server, host, port, trust.add_port)
             async with following(*filter(None, (tracer,))):
-                await _serve(config, server, address, metrics, trust, name, servicer, database, stopping)
+                log.info("orchestrator_started", address=address, database=database.engine.dialect.name)
+                await serve_state(
+                    config, "orchestrator", server, address, metrics, trust, [servicer], stopping, name=name
+                )
         finally:
             for task in owned:
                 task.cancel()
-
-
-async def _serve(
-    config: KvloomConfig,
-    server: grpc.aio.Server,
-    address: str,
-    metrics: MetricsExporter | NoMetrics,
-    trust: FabricTrust,
-    name: str,
-    servicer: OrchestratorServicer,
-    database: Database,
-    stopping: asyncio.Event,
-) -> None:
-    orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(
-        servicer, CheckedServer(server, trust.may_call)
-    )
-    health = add_health_and_reflection(server, SERVICE_NAMES, with_reflection=True)
-    await server.start()
-    await set_serving(health, SERVICE_NAMES, serving=True)
-    log.info("orchestrator_started", address=address, database=database.engine.dialect.name)
-    try:
-        await serve_announced(config, "orchestrator", name, address, metrics, trust, stopping)
-    except StartError:
-        await server.stop(None)
-        raise
-    await set_serving(health, SERVICE_NAMES, serving=False)
-    await server.stop(STOP_GRACE_SECONDS)

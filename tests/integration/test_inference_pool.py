@@ -86,6 +86,19 @@ async def test_the_pool_is_the_ready_pods_of_its_selector(followed: Followed) ->
     await followed.until()
 
 
+async def test_an_endless_event_is_not_read(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the server sends, memory is bounded; then everything is listed again."""
+    await followed.until("10.0.0.1:8000", "[fd00::2]:8000")
+    monkeypatch.setattr(kubernetes_api, "MAX_EVENT_BYTES", 4096)
+    followed.put_pod("c", "10.0.0.3")
+    await followed.until("10.0.0.1:8000", "10.0.0.3:8000", "[fd00::2]:8000")
+    num_lists = followed.api.num_lists
+    followed.api.put(PODS, "c", metadata={"labels": {"app": "vllm"}}, spec={"long": "x" * 10_000})
+    await eventually(lambda: followed.api.num_lists > num_lists, "another list")
+    followed.put_pod("d", "10.0.0.4")
+    await followed.until("10.0.0.1:8000", "10.0.0.4:8000", "[fd00::2]:8000")
+
+
 async def test_objectives_have_the_priorities_of_their_objects(followed: Followed) -> None:
     """Those of other pools are not this one's, and without a priority it is 0. Their kind may be added later than the
     picker has started, and is then found after a while."""

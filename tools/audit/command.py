@@ -25,6 +25,7 @@ from kvloom_common.audit.log import (
     heads,
     read_log,
 )
+from kvloom_common.config import KvloomConfig
 from tools.failures import CommandError
 from tools.options import config_option, load_config_file, option
 
@@ -148,7 +149,12 @@ def decision_of(lines: Iterable[AuditLine], record_hash: str) -> AuditLine:
 
 
 def audit_directory(config_file: Path | None) -> Path:
-    directory = load_config_file(config_file).safety.audit_dir
+    return audit_directory_in(load_config_file(config_file))
+
+
+def audit_directory_in(config: KvloomConfig) -> Path:
+    """Raises CommandError."""
+    directory = config.safety.audit_dir
     if not directory:
         raise CommandError("There is no audit log: safety.audit_dir is empty.")
     return Path(directory)

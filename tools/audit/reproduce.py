@@ -25,7 +25,7 @@ from safety_svc.policy import PolicyError, SafetyPolicy
 from safety_svc.policy_file import PolicyFile
 from safety_svc.screen import AnswerScreener
 from shard_server.engines.base import EngineError
-from tools.audit.command import audit_directory, audit_lines, decision_of
+from tools.audit.command import audit_directory_in, audit_lines, decision_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
@@ -47,7 +47,7 @@ def reproduce(record_hash: str, prompt: Path, model: str, data_dir: Path | None,
     decision's hash, at least 8 characters. Exits with 1 if anything is not as it was."""
     config = load_config_file(config_file)
     home = choose_data_dir(data_dir, config)
-    directory = audit_directory(config_file)
+    directory = audit_directory_in(config)
     lines = list(audit_lines(directory))
     decision = decision_of(lines, record_hash).record
     proof = proof_of([line.record for line in lines], decision, AuditKeys(directory / KEYS))

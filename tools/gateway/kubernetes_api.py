@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 import structlog
+from aiohttp.http import HttpProcessingError
 
 from kvloom.backoff import Backoff
 from kvloom_common.config import ConfigError
@@ -70,7 +71,7 @@ class KubernetesApi:
                 async for _ in self._changes(path, selector, objects, version):
                     use(list(objects.values()))
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)  # the server may end each watch at once
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
                 log.warning("kubernetes_read_failed", path=path, cause=str(error) or repr(error))
                 await asyncio.sleep(backoff.next_seconds())
 
@@ -105,7 +106,7 @@ class KubernetesApi:
             self._url + path, params=params, headers=self._headers(), timeout=timeout
         ) as response:
             response.raise_for_status()
-            async for line in _lines(response.content):
+            while line := await response.content.readline(max_line_length=MAX_EVENT_BYTES):
                 event = _decoded(line)
                 kind, changed = event["type"], event["object"]
                 if kind == "ERROR":  # e.g. 410: the version is too old
@@ -119,17 +120,6 @@ class KubernetesApi:
     def _headers(self) -> dict[str, str]:
         """Raises OSError."""
         return {} if self._token_file is None else {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Raises ValueError for one that is too long."""
-    rest = b""
-    async for piece in content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in filter(None, lines):
-            yield line
-        if len(rest) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
 
 
 def _decoded(text: bytes | bytearray) -> Any:
