@@ -9,6 +9,7 @@ launch.py         launches the fabric for up
 status.py         status
 restart.py        `kvloom reload` and `kvloom restart`
 backup.py         backup and restore
+deployment.py     `kvloom doctor deployment`
 drain.py          drain, undrain and scale-in
 logs.py           logs
 incident.py       `kvloom incident capture`

@@ -94,13 +94,15 @@ def bench() -> None:
 @click.group(
     cls=LazyGroup,
     commands_at={
+        "deployment": "tools.cli.deployment:doctor_deployment",
         "engine": "tools.doctor.command:doctor_engine",
         "security": "tools.doctor.security:doctor_security",
         "plugins": "tools.doctor.plugins:doctor_plugins",
     },
 )
 def doctor() -> None:
-    """Check that this machine can run kvloom, and that a running fabric is closed to strangers, and list plugins."""
+    """Check that this machine can run kvloom, what is wrong with a running fleet, and that it is closed to strangers,
+    and list plugins."""
 
 
 @click.group(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from urllib.parse import urlsplit
 
 import click
 import grpc
-import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvloom_common.access.exposure import authenticates, authenticates_scrapers, is_loopback
@@ -21,6 +19,7 @@ from kvloom_common.addresses import join_address, split_address, url_host
 from kvloom_common.config import KvloomConfig
 from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
+from tools.doctor.findings import DoctorFinding, Outcome, show
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.readiness import reachable_address
@@ -29,20 +28,8 @@ from tools.supervisor.tenant_tables import not_following
 
 _TIMEOUT_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
-_SIGNS: Final = {"ok": "✓", "warning": "!", "unknown": "?", "failed": "✗"}
 _MAX_FILES: Final = 20
 """More are counted, not listed."""
-
-
-Outcome = Literal["ok", "warning", "unknown", "failed"]
-
-
-class SecurityFinding(msgspec.Struct, frozen=True):
-    """The result of one check."""
-
-    name: str
-    outcome: Outcome
-    detail: str
 
 
 @click.command()
@@ -58,18 +45,12 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
     state = folder.require_running()
     config = load_config_file(folder.config_path)
     findings = asyncio.run(_examine(folder, config, state, trust_of(config)))
-    if as_json:
-        print(msgspec.json.encode(findings).decode())
-    else:
-        for finding in findings:
-            print(f"{_SIGNS[finding.outcome]} {finding.name}: {finding.detail}")
-    if any(finding.outcome in ("failed", "unknown") for finding in findings):
-        sys.exit(1)
+    show(findings, as_json=as_json)
 
 
 async def _examine(
     folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust
-) -> list[SecurityFinding]:
+) -> list[DoctorFinding]:
     found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
     if config.control.enabled:
         found += _tenant_tables(folder, state)
@@ -79,26 +60,26 @@ async def _examine(
     return found
 
 
-def _files(folder: RunFolder) -> Iterator[SecurityFinding]:
+def _files(folder: RunFolder) -> Iterator[DoctorFinding]:
     found = open_to_others(folder.data_dir)
     for path in found[:_MAX_FILES]:
-        yield SecurityFinding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
+        yield DoctorFinding(f"file {path}", "failed", f"other users have rights to it: chmod go= {path}")
     if len(found) > _MAX_FILES:
         more = f"{len(found) - _MAX_FILES} more are open to other users: chmod -R go= {folder.data_dir}"
-        yield SecurityFinding("files", "failed", more)
+        yield DoctorFinding("files", "failed", more)
     if not found:
-        yield SecurityFinding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
+        yield DoctorFinding(f"files in {folder.data_dir}", "ok", "only this user has rights to them")
 
 
-def _secret(config: KvloomConfig, trust: FabricTrust) -> SecurityFinding:
+def _secret(config: KvloomConfig, trust: FabricTrust) -> DoctorFinding:
     if not trust.has_secret:
-        return SecurityFinding("secret", "failed", "there is none: any process can join the fabric")
+        return DoctorFinding("secret", "failed", "there is none: any process can join the fabric")
     if config.fabric.secret_file:
-        return SecurityFinding("secret", "ok", f"in {config.fabric.secret_file}")
-    return SecurityFinding("secret", "ok", "from the environment; it cannot be rotated without restarts")
+        return DoctorFinding("secret", "ok", f"in {config.fabric.secret_file}")
+    return DoctorFinding("secret", "ok", "from the environment; it cannot be rotated without restarts")
 
 
-def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[SecurityFinding]:
+def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[DoctorFinding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
     addresses["metrics"] = config.metrics.host
@@ -110,9 +91,9 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[SecurityFin
             continue
         host = hosts[name]
         if is_loopback(host):
-            yield SecurityFinding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
+            yield DoctorFinding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
         elif config.tls.certificate_file and is_for_known[name]:
-            yield SecurityFinding(
+            yield DoctorFinding(
                 f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and {keys}"
             )
         else:
@@ -122,41 +103,37 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[SecurityFin
                 if not is_there
             )
             detail = f"{host} is reachable from other machines without {missing} (kvloom up --help)"
-            yield SecurityFinding(f"{name} listener", "warning", detail)
+            yield DoctorFinding(f"{name} listener", "warning", detail)
 
 
-def _callers(config: KvloomConfig) -> SecurityFinding:
+def _callers(config: KvloomConfig) -> DoctorFinding:
     if config.callers.anonymous == "shared":
-        return SecurityFinding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
-    return SecurityFinding("callers", "ok", "callers are isolated by credential or address")
+        return DoctorFinding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
+    return DoctorFinding("callers", "ok", "callers are isolated by credential or address")
 
 
-def _tenant_tables(folder: RunFolder, state: FabricState) -> list[SecurityFinding]:
+def _tenant_tables(folder: RunFolder, state: FabricState) -> list[DoctorFinding]:
     """A process that does not follow the table of tenants serves keys that are revoked."""
     behind = not_following(folder.data_dir, state.processes, time.time())
     name = "tables of tenants"
-    return [SecurityFinding(name, "failed", one) for one in behind] or [
-        SecurityFinding(name, "ok", "all processes follow control's")
+    return [DoctorFinding(name, "failed", one) for one in behind] or [
+        DoctorFinding(name, "ok", "all processes follow control's")
     ]
 
 
-async def _redis(config: KvloomConfig) -> SecurityFinding:
+async def _redis(config: KvloomConfig) -> DoctorFinding:
     """Tries to enter without the password."""
     parts = urlsplit(config.redis.url)
     place = parts.path if parts.scheme == "unix" else join_address(parts.hostname or "localhost", parts.port or 6379)
     attempt = await attempt_redis(config.redis.url)
     if attempt.outcome == "served":
-        return SecurityFinding(
-            "Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric"
-        )
+        return DoctorFinding("Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric")
     if attempt.outcome == "refused" and parts.scheme == "redis" and not place.startswith(_LOOPBACK):
-        return SecurityFinding(
-            "Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://"
-        )
+        return DoctorFinding("Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://")
     return _met(attempt, "Redis", place)
 
 
-async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[SecurityFinding]:
+async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[DoctorFinding]:
     """Tries the ports inside the fabric as a stranger, without TLS and with it, and as a member."""
     for process in state.processes:
         address = process.internal_address if process.router_address else process.address
@@ -164,20 +141,20 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Securi
             continue
         name = f"{process.name} port"
         if not address:
-            yield SecurityFinding(name, "failed", "it does not ask for the fabric's secret")
+            yield DoctorFinding(name, "failed", "it does not ask for the fabric's secret")
             continue
         role = "router" if process.router_address else process.role
         if await _answers(NO_SECRET, address, role):
-            yield SecurityFinding(name, "failed", f"{address} serves strangers")
+            yield DoctorFinding(name, "failed", f"{address} serves strangers")
         elif not await _answers(trust, address, role):
-            yield SecurityFinding(name, "failed", f"{address} does not serve its own fabric either")
+            yield DoctorFinding(name, "failed", f"{address} does not serve its own fabric either")
         elif (attempt := await attempt_http2(reachable_address(address))).outcome == "refused":
-            yield SecurityFinding(name, "ok", f"{address} serves only its fabric")
+            yield DoctorFinding(name, "ok", f"{address} serves only its fabric")
         else:
             yield _met(attempt, name, address)
 
 
-async def client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[SecurityFinding]:
+async def client_ports(config: KvloomConfig, state: FabricState) -> AsyncIterator[DoctorFinding]:
     """Asks every edge for its models, and every process for its metrics, without a key, in the way in which clients
     reach them."""
     with_tls = bool(config.tls.certificate_file)
@@ -206,13 +183,13 @@ def _if_served(config: KvloomConfig, *, needs_key: bool) -> tuple[Outcome, str]:
 
 def _met(
     attempt: StrangerAttempt, name: str, address: str, served: tuple[Outcome, str] = ("failed", "serves strangers")
-) -> SecurityFinding:
+) -> DoctorFinding:
     """Returns what an attempt shows. `served`: what it means that it was served."""
     if attempt.outcome == "served":
-        return SecurityFinding(name, served[0], f"{address} {served[1]}")
+        return DoctorFinding(name, served[0], f"{address} {served[1]}")
     if attempt.outcome == "refused":
-        return SecurityFinding(name, "ok", f"{address} refuses strangers")
-    return SecurityFinding(name, "unknown", f"whether {address} refuses strangers cannot be told: {attempt.detail}")
+        return DoctorFinding(name, "ok", f"{address} refuses strangers")
+    return DoctorFinding(name, "unknown", f"whether {address} refuses strangers cannot be told: {attempt.detail}")
 
 
 async def _answers(trust: FabricTrust, address: str, role: str) -> bool:

@@ -117,7 +117,7 @@ class FleetAccess:
                 "; ".join([f"kvloom is not running (data directory {self.folder.data_dir})", *problems]),
                 EXIT_NOT_RUNNING,
             )
-        return with_loads(view, await self._infos(view, limit)) if with_shards else view
+        return with_loads(view, await self.shard_infos(view)) if with_shards else view
 
     @contextlib.asynccontextmanager
     async def supervisor_of(self, machine: Machine) -> AsyncIterator[SupervisorClient]:
@@ -138,7 +138,10 @@ class FleetAccess:
             except UnreachableError as error:
                 return record.name, error
 
-    async def _infos(self, view: FleetView, limit: asyncio.Semaphore) -> dict[str, GetInfoResponse | None]:
+    async def shard_infos(self, view: FleetView) -> dict[str, GetInfoResponse | None]:
+        """Asks all shards what they are and have, by name; None: one does not answer."""
+        limit = asyncio.Semaphore(_MAX_CONCURRENT_CALLS)
+
         async def ask(address: str) -> GetInfoResponse | None:
             async with limit:
                 answer = await shard_info(address, self.trust)
