@@ -69,7 +69,7 @@ test-schemathesis: setup-dev ## Requests made up from /openapi.json: no 500, no 
 	$(BIN)/python -m tests.schemathesis.serve_edge -- .venv-schemathesis/bin/schemathesis run --seed $(or $(SEED),1) \
 	  --max-examples $(or $(EXAMPLES),50) --phases examples,coverage,fuzzing --checks $(SCHEMATHESIS_CHECKS)
 
-test-deploy: ## The chart by Helm and kubernetes-validate, and the images' build commands in a clean folder. ARGS="chart" for one.
+test-deploy: ## The chart by Helm: rendered, validated, installed in a fake cluster; and the images' build commands in a clean folder. ARGS="chart" for one.
 	test -x .venv-deploy/bin/cyclonedx-py || ($(PYTHON) -m venv .venv-deploy && .venv-deploy/bin/pip install -q \
 	  helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 cyclonedx-bom==7.5.0 PyYAML==6.0.3)
 	.venv-deploy/bin/python -m tests.deploy.check $(ARGS)

@@ -27,8 +27,8 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 414,
     "tests/fuzz": 14,
-    "tests/integration": 520,
-    "tests/lab": 97,
+    "tests/integration": 525,
+    "tests/lab": 99,
     "tests/property": 64,
     "tests/unit": 141,
 }

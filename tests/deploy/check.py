@@ -1,7 +1,9 @@
-"""Renders the chart by Helm and validates what comes out, and runs the build commands of the images in a clean folder.
+"""Renders the chart by Helm and validates what comes out, installs and upgrades it in a fake cluster, and runs the
+build commands of the images in a clean folder.
 
-`python -m tests.deploy.check [chart] [images]`, in an environment with helm-python-sdk, kubernetes-validate and PyYAML:
-`make test-deploy`. It has no container engine: the commands are those of the Dockerfile, with its folders replaced.
+`python -m tests.deploy.check [chart] [install] [images]`, in an environment with helm-python-sdk, kubernetes-validate
+and PyYAML: `make test-deploy`. It has no container engine: the commands are those of the Dockerfile, with its folders
+replaced.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+
+from tests.deploy.install import check_install
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 CHART: Final = REPOSITORY / "deploy" / "helm" / "kvloom"
@@ -47,12 +51,13 @@ REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {
     "no TLS": {},
     "a name that is none": {"insecure": True, "shards": [{"name": "A b", "model": "m", "replicas": 1}]},
     "no time to drain": {"insecure": True, "drainSeconds": 0},
+    "a port that is none": {"insecure": True, "metricsPort": "none"},
+    "a value that there is not": {"insecure": True, "replicaCount": 3},
 }
 
 
 def check_chart() -> None:
     import helm_python as helm
-    import kubernetes_validate
 
     found = helm.lint(str(CHART))["errors"]
     # Without values it refuses to be installed: clients need TLS.
@@ -60,8 +65,7 @@ def check_chart() -> None:
     for name, values in VARIANTS.items():
         objects = list(_rendered(helm, values))
         for one in objects:
-            for valid in _validated(one):
-                kubernetes_validate.validate(valid, KUBERNETES, strict=True)
+            _validate(one)
             for pod in _pods(one):
                 _check_pod(pod)
         names = [(one["kind"], one["metadata"]["name"]) for one in objects]
@@ -77,8 +81,7 @@ def check_chart() -> None:
             raise AssertionError(f"{name} was not refused")
     for path in sorted(EXAMPLES.glob("*.yaml")):
         for one in yaml.safe_load_all(path.read_text()):
-            for valid in _validated(one):
-                kubernetes_validate.validate(valid, KUBERNETES, strict=True)
+            _validate(one)
             print(f"{path.name}: {one['kind']}")
 
 
@@ -101,6 +104,17 @@ def _validated(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in ("leaderTemplate", "workerTemplate"):
         if name in group:
             yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}, "spec": group[name]["spec"]}
+
+
+def _validate(one: dict[str, Any]) -> None:
+    """Raises ValueError for what the schemas of Kubernetes refuse."""
+    import kubernetes_validate
+
+    for valid in _validated(one):
+        try:
+            kubernetes_validate.validate(valid, KUBERNETES, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            raise ValueError(str(error)) from error
 
 
 def _pods(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -185,8 +199,10 @@ def _key(name: str) -> str:
 
 
 if __name__ == "__main__":
-    parts = sys.argv[1:] or ["chart", "images"]
+    parts = sys.argv[1:] or ["chart", "install", "images"]
     if "chart" in parts:
         check_chart()
+    if "install" in parts:
+        check_install(CHART, VARIANTS["cert-manager and KEDA"], _validate)
     if "images" in parts:
         check_image(REPOSITORY / "deploy" / "images" / "services.Dockerfile")
