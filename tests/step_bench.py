@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Literal
 
 from kvloom_common.config import SpeculationConfig
@@ -16,8 +18,10 @@ from shard_server.engines.base import (
     TokenLogprobs,
 )
 from shard_server.engines.torch_engine.block_pool import BlockPool
+from shard_server.engines.torch_engine.model_runner import Runner
+from shard_server.engines.torch_engine.sampling.guides import GuideState
 from shard_server.engines.torch_engine.scheduler import Scheduler
-from shard_server.engines.torch_engine.step_loop import Runner, StepLoop
+from shard_server.engines.torch_engine.step_loop import StepLoop
 
 
 @dataclasses.dataclass
@@ -43,20 +47,22 @@ class StepBench:
         budget: int = 512,
         queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
         speculation: SpeculationConfig | None = None,
+        overlaps: bool = True,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool, max_batch=max_batch, max_prefill_tokens_per_step=budget, queue_order=queue_order
         )
         self.clock = 0.0
-        self.loop = StepLoop(runner, self.scheduler, speculation=speculation, clock=self._tick)
+        self.loop = StepLoop(runner, self.scheduler, speculation=speculation, overlaps=overlaps, clock=self._tick)
         self.answers: dict[str, Answer] = {}
         self.replayed: set[int] = set()
 
-    def add(self, *requests: EngineRequest) -> None:
+    def add(self, *requests: EngineRequest, guides: Mapping[str, Future[GuideState]] | None = None) -> None:
+        """`guides`: by request id."""
         for request in requests:
             self.answers[request.request_id] = Answer()
-            self.loop.add(request, self.clock)
+            self.loop.add(request, self.clock, None if guides is None else guides.get(request.request_id))
 
     def step(self) -> StepOutput | None:
         output = self.loop.step()

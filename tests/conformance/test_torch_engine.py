@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +21,16 @@ class Int8(TorchEngines):
     """Checks what the kernels promise."""
 
     torch_fields: ClassVar[dict[str, Any]] = {"weights": "int8"}
+
+
+class OnDevice(TorchEngines):
+    """With the accelerator's runner, here on the CPU: its steps overlap."""
+
+    @pytest.fixture(autouse=True)
+    def lent_runner(self) -> None:
+        from shard_server.engines.torch_engine.device.runner import load_device_runner
+
+        self.load_runner = functools.partial(load_device_runner, device="cpu", max_rows=32)
 
 
 class TestTorchEngine(ShallowTorchEngines, EngineSuite):
@@ -46,4 +57,9 @@ class TestTorchEngineOnAllLayersShortestPrefillFirst(ShortestPrefillFirst, Built
 
 @pytest.mark.long
 class TestTorchEngineInt8OnAllLayers(Int8, BuiltInTorchEngines, EngineSuite):
+    pass
+
+
+@pytest.mark.long
+class TestTorchEngineOnDevice(OnDevice, TinyTorchEngines, EngineSuite):
     pass

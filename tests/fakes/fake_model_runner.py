@@ -6,8 +6,10 @@ reused wrongly, freed too early or written by two sequences shows as other token
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ HIDDEN_SIZE = 5
 
 
 class FakeModelRunner:
+    drawn_tokens: torch.Tensor | None = None
+    """As ModelRunner has it."""
+
     def __init__(
         self,
         model_dir: Path = Path(),
@@ -85,6 +90,26 @@ class FakeModelRunner:
         token_ids = self._kv[block_table].reshape(-1)[:num_tokens].tolist()
         assert min(token_ids) >= 0, "KV was read that was never written"
         return token_ids[-self.num_context_tokens :] if self.num_context_tokens else token_ids
+
+
+class FakeDeviceRunner(FakeModelRunner):
+    """Computes with tokens that only the device knows, and has logits until it is given the next step, as DeviceRunner
+    does."""
+
+    def __init__(self, model_dir: Path = Path(), **options: Any) -> None:
+        super().__init__(model_dir, **options)
+        self.drawn_tokens = torch.zeros(64, dtype=torch.int64)
+        self._logits = torch.empty(0, VOCAB_SIZE)
+
+    def run(self, batch: list[ScheduledSequence]) -> torch.Tensor:
+        self._logits.fill_(torch.nan)
+        self._logits = super().run([self._with_known_tokens(scheduled) for scheduled in batch])
+        return self._logits
+
+    def _with_known_tokens(self, scheduled: ScheduledSequence) -> ScheduledSequence:
+        assert self.drawn_tokens is not None
+        known = [int(self.drawn_tokens[-1 - one]) if one < 0 else one for one in scheduled.token_ids]
+        return dataclasses.replace(scheduled, token_ids=known)
 
 
 def logits_of(token_ids: list[int]) -> torch.Tensor:

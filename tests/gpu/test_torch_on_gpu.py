@@ -16,6 +16,7 @@ from shard_server.engines.torch_engine.device.runner import DeviceOptions, Devic
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.step_bench import StepBench, same
 from tools.bench.engine.device import run_device_bench
 
 pytestmark = [
@@ -88,6 +89,26 @@ async def test_the_engine_answers_on_the_gpu(tmp_path: Path):
     assert set(ends.values()) == {SequenceFinishReason.LENGTH}
     assert answers["r0"] == answers["r2"]
     assert answers["r1"] == answers["r3"] == answers["r5"]
+
+
+def test_nothing_but_reading_tokens_waits_for_the_device(tmp_path: Path):
+    """A hidden wait, such as that of a copy from pageable memory, would leave the device idle in every step."""
+    runner = gpu_runner(write_tiny_llama(tmp_path, head_dim=64), torch.bfloat16, invariant=False)
+    bench = StepBench(runner, block_size=16, num_blocks=NUM_BLOCKS)
+    bench.loop.warm_up(64)
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.8, seed=1, top_p=0.9),
+        Sampling(presence_penalty=0.5, repetition_penalty=1.1, logit_bias=((3, 1.0),), num_logprobs=2),
+    ]
+    requests = [EngineRequest(f"r{i}", [5, 6, 7 + i], one, 20) for i, one in enumerate(samplings)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        answers = bench.run(*requests)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    in_turn = StepBench(runner, block_size=16, num_blocks=NUM_BLOCKS, overlaps=False).run(*requests)
+    assert [name for name, answer in answers.items() if not same(answer, in_turn[name])] == []
 
 
 def test_the_measurement_runs(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_server.engines.base import EngineError
+from shard_server.engines.base import EngineError, EngineRequest, Sampling
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device, load_device_runner
@@ -19,6 +19,7 @@ from shard_server.engines.torch_engine.lora.peft import read_adapter
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.peft_adapter import write_peft_adapter
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.step_bench import StepBench, same
 
 NUM_BLOCKS = 60
 SHAPES: dict[str, dict[str, Any]] = {
@@ -144,6 +145,36 @@ def test_invariance_is_claimed_only_where_it_was_measured(tmp_path: Path):
         assert torch.equal(mixed[:1], whole)
         assert torch.equal(decoded[-1:], whole)
     assert not device_runner(model_dir).batch_invariant
+
+
+def test_overlapped_steps_give_the_answers_of_steps_in_turn(tmp_path: Path):
+    """To the bit, with the runner's own buffers: tokens that only the device knows, chunks, cached prefixes
+    and few blocks. (The loop by itself: tests/unit/shard_server/torch_engine/test_overlapped_steps.py.)"""
+    model_dir = write_tiny_llama(tmp_path)
+    runner = device_runner(model_dir, wants_batch_invariance=True)
+    if not runner.batch_invariant:
+        pytest.skip("this machine's products depend on the number of rows")
+    chooser = random.Random(4)
+    common = chooser.choices(range(3, 320), k=40)
+    requests: list[EngineRequest] = []
+    for index in range(8):
+        sampling = Sampling(
+            temperature=chooser.choice([0.0, 0.9]),
+            top_p=chooser.choice([1.0, 0.8]),
+            seed=index,
+            presence_penalty=chooser.choice([0.0, 0.6]),
+            num_logprobs=chooser.choice([None, 2]),
+        )
+        prompt = common[: chooser.randrange(41)] + chooser.choices(range(3, 320), k=chooser.randrange(1, 30))
+        stops = frozenset(chooser.choices(range(320), k=20))
+        requests.append(EngineRequest(f"r{index}", prompt, sampling, chooser.randrange(1, 30), stops))
+    answers = [
+        StepBench(runner, block_size=16, num_blocks=16, budget=30, max_batch=6, overlaps=overlaps).run(*requests)
+        for overlaps in (True, False)
+    ]
+    for name, answer in answers[0].items():
+        assert same(answer, answers[1][name]), name
+    assert len({answer.reason for answer in answers[0].values()}) == 2
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")

@@ -31,9 +31,13 @@ class Drafter:
         self._scheduler = scheduler
         self._config = config
 
+    def can_draft(self, batch: Sequence[Chunk]) -> bool:
+        """True if sequences of the batch may ever get drafts."""
+        return bool(self._config.max_draft_tokens) or any(sequence.request.predicted_token_ids for sequence, _ in batch)
+
     def draft(self, batch: Sequence[Chunk]) -> Drafts:
         """Draft, and reserve blocks for the drafts if needed. Call `release_blocks` after the step."""
-        if not self._config.max_draft_tokens and not any(sequence.request.predicted_token_ids for sequence, _ in batch):
+        if not self.can_draft(batch):
             return {}
         decoding = [sequence for sequence, _ in batch if sequence.num_uncomputed_tokens == 1]
         rows_left = MAX_STEP_ROWS - len(decoding)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -33,7 +33,8 @@ class ScheduledSequence:
     """One sequence's part of a step."""
 
     token_ids: Sequence[int]
-    """Tokens to compute in this step."""
+    """Tokens to compute in this step. `drawn_token(row)` stands for one that only the device knows (see
+    DeviceRunner.drawn_tokens)."""
     num_computed_tokens: int
     """The number of the sequence's tokens whose KV is computed already; these come after them."""
     block_table: Sequence[int]
@@ -55,8 +56,27 @@ class ScheduledSequence:
         return self.num_prompt_logits or (1 + self.num_drafts if self.wants_logits else 0)
 
 
+def drawn_token(row: int) -> int:
+    """Stands for the token that the step before draws from `row` of its logits: a number below 0."""
+    return -1 - row
+
+
+class Runner(Protocol):
+    """Computes the steps of an engine; ModelRunner and DeviceRunner do."""
+
+    @property
+    def drawn_tokens(self) -> torch.Tensor | None: ...
+
+    def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor: ...
+
+    def hidden_states(self) -> list[torch.Tensor]: ...
+
+
 class ModelRunner:
     """A model, its KV blocks and the threads that compute. Used from one thread at a time."""
+
+    drawn_tokens: Final = None
+    """A step has ended when `run` returns, and its tokens are drawn on the CPU."""
 
     def __init__(
         self,

@@ -105,10 +105,13 @@ class Scheduler:
         self.waiting.append(sequence)
         self._order.add(sequence)
 
-    def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
+    def schedule(self, prefill_tokens_per_second: float = 0.0, *, is_ahead: bool = False) -> list[Chunk]:
         """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only if there is
         no work. The speed bounds the budget and ranks the waiting sequences; if it is unknown (0), they stay in the
-        order of arrival."""
+        order of arrival.
+
+        `is_ahead`: tokens of the step before are still being drawn. Sequences that end with them have no work, and none
+        is preempted: if that were necessary, the result is empty."""
         budget = self.prefill_budget(prefill_tokens_per_second)
         self._num_prompt_logits_left = self.max_prompt_logits_per_step
         is_mixed = self._order.is_mixed
@@ -125,6 +128,10 @@ class Scheduler:
                 budget -= num_tokens
                 if not num_tokens:
                     continue
+            elif not num_tokens:
+                continue
+            elif is_ahead and not self._has_block(sequence):
+                return []
             elif not self._append_block(sequence):
                 break
             batch.append((sequence, num_tokens))
@@ -135,7 +142,7 @@ class Scheduler:
         if is_mixed:
             budget = self._continue_prefill(batch, budget)
         self._admit(batch, budget)
-        assert batch or not self.has_work, "there is work, but none of it can be scheduled"
+        assert batch or is_ahead or not self.has_work, "there is work, but none of it can be scheduled"
         return batch
 
     def prefill_budget(self, prefill_tokens_per_second: float) -> int:
@@ -304,6 +311,11 @@ class Scheduler:
         """True when a waiting sequence would use no blocks beyond its owner's guarantee."""
         owner = sequence.owner
         return owner.num_used + self._num_blocks(sequence.num_tokens) <= owner.guarantee
+
+    def _has_block(self, sequence: Sequence) -> bool:
+        """True when there is a block for the next token without preempting a sequence."""
+        has_room = len(sequence.block_table) * self.pool.block_size >= sequence.num_tokens
+        return has_room or self.pool.num_available_to(sequence.owner) > 0
 
     def _append_block(self, sequence: Sequence) -> bool:
         """Allocate a block for the next token if needed, by preempting newer sequences; False if that was `sequence`

@@ -30,6 +30,7 @@ class Sequence(QueuedRequest):
         "block_keys",
         "block_size",
         "block_table",
+        "drawn_row",
         "guide",
         "lookup",
         "num_cached_blocks",
@@ -75,6 +76,9 @@ class Sequence(QueuedRequest):
         """The time until it was first scheduled; None before that."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
+        self.drawn_row: int | None = None
+        """The row of logits from which a device draws its next token, which is not in `token_ids` yet but counts, since
+        the next step computes it. None: there is no such token, or the sequence ends with it."""
         self.num_reused_tokens = 0
         """Tokens whose KV was found in the cache when it was first scheduled."""
         self.block_table: list[int] = []
@@ -116,11 +120,11 @@ class Sequence(QueuedRequest):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + (self.drawn_row is not None)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + (self.drawn_row is not None) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,13 +1,19 @@
-"""One engine iteration: schedule → run → postprocess. Synchronous; `engine.py` gives it a thread."""
+"""One engine iteration: schedule → run → postprocess. Synchronous; `engine.py` gives it a thread.
+
+A runner on a device returns before its step is computed. The tokens are then drawn on the device
+as well, and an iteration is: give it step N + 1, whose sequences continue with tokens of step N that only the device
+knows; wait for these tokens and report them; draw those of step N + 1, since masks and penalties are known by now. So
+the device computes one step while the CPU does everything else for its neighbours. A sequence that turns out to have
+ended in step N (a stop token, a guide, a client that left) has a void row in step N + 1: its KV goes to blocks that are
+lent again in step N + 2 at the earliest, which the device computes afterwards.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, Final, NamedTuple
 
 from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import (
@@ -15,36 +21,40 @@ from shard_server.engines.base import (
     EngineLoad,
     EngineRequest,
     PoolingKind,
+    Sampling,
     SequenceEnd,
     SequenceFinishReason,
     SequenceStart,
     StepOutput,
     TokenLogprobs,
 )
-from shard_server.engines.torch_engine.drafter import Drafter, Drafts
+from shard_server.engines.torch_engine.drafter import Drafter
+from shard_server.engines.torch_engine.launched_step import (
+    LaunchedStep,
+    collect_prompt_logprobs,
+    draw_token,
+    drawn_rows,
+    finish_reason,
+    guide_failed,
+    not_finite,
+    plain_rows,
+    sample_row,
+    scheduled_part,
+    take_token,
+)
 from shard_server.engines.torch_engine.memory import is_out_of_memory
-from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.model_runner import Runner, ScheduledSequence
 from shard_server.engines.torch_engine.pooling import PooledPrompt
-from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
+from shard_server.engines.torch_engine.sampling.device_draws import DeviceDraws
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
-from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow, draw_in_all_ways
-from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP, Chunk, Scheduler
+from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
+from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed
+from shard_server.engines.torch_engine.warm_up import warm_up
 
-_MAX_WARM_UPS = 6
-_WARM_UP_SECONDS = 0.25
-"""A warm-up takes no more tokens than this: on a slow CPU those of a step would take a second."""
-_WARM_SHARE = 1.5
-"""A step with at most this many times the tokens of the previous one counts as warm."""
-
-
-class Runner(Protocol):
-    """Computes logits; see ModelRunner."""
-
-    def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor: ...
-
-    def hidden_states(self) -> list[torch.Tensor]: ...
+_VOID_ROW: Final = SampleRow(Sampling(temperature=0.0), 0)
+"""How tokens are drawn that nobody reads."""
 
 
 class _Preparing(NamedTuple):
@@ -70,12 +80,19 @@ class StepLoop:
         *,
         speculation: SpeculationConfig | None = None,
         default_pooling: PoolingKind = PoolingKind.MEAN,
+        overlaps: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`default_pooling` is that of requests for embeddings that do not say how."""
+        """`default_pooling` is that of requests for embeddings that do not say how. Without `overlaps` a step is over
+        before the next one begins, on devices as well."""
         self.scheduler = scheduler
         self._drafter = Drafter(scheduler, speculation or SpeculationConfig())
         self._runner = runner
+        self._drawn_tokens = runner.drawn_tokens if overlaps else None
+        self._in_flight: LaunchedStep | None = None
+        """The step that the device computes, and whose tokens are not known here."""
+        self._read_at = 0.0
+        """When tokens that were drawn on the device were last known here."""
         self._default_pooling = default_pooling
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
@@ -87,26 +104,8 @@ class StepLoop:
         self._speed = StepSpeed()
 
     def warm_up(self, num_max_tokens: int) -> StepSpeed:
-        """Prefill tokens as a step will, at most `num_max_tokens`, decode one, and draw behind a cached prefix.
-
-        Otherwise the first request would pay for first touches of memory. Routers also need speeds to plan with.
-        """
-        num_warm_tokens = 0
-        num_tokens = min(MIN_PREFILL_TOKENS_PER_STEP, num_max_tokens)
-        for _ in range(_MAX_WARM_UPS):
-            self._measure_speed(num_tokens)
-            if num_tokens <= _WARM_SHARE * num_warm_tokens:
-                break
-            num_warm_tokens = num_tokens
-            tokens_per_second = self._speed.prefill_tokens_per_second
-            budget = min(self.scheduler.prefill_budget(tokens_per_second), int(tokens_per_second * _WARM_UP_SECONDS))
-            num_tokens = min(max(num_tokens, budget), num_max_tokens)
-        # What a device loads at the first use of an operation, no request shall wait for: behind a cached prefix, too.
-        num_cached = self.scheduler.pool.block_size
-        num_new = min(num_cached, num_max_tokens - num_cached)
-        if num_new > 0:
-            cached = ScheduledSequence([0] * num_new, num_cached, range(2), wants_logits=True)
-            draw_in_all_ways(self._runner.run([cached]))
+        """Run and draw as requests will, with at most `num_max_tokens` tokens; see warm_up.py."""
+        self._speed = warm_up(self._runner, self.scheduler, num_max_tokens, self._drawn_tokens, self._clock)
         return self._speed
 
     def add(
@@ -139,39 +138,33 @@ class StepLoop:
     def has_work(self) -> bool:
         """True while `step` has something to compute or to report."""
         prepared = any(preparing.is_done for preparing in self._preparing.values())
-        return self.scheduler.has_work or bool(self._output.ends) or prepared
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._output.ends) or prepared
 
     def step(self) -> StepOutput | None:
         """Schedule, run, postprocess. Returns None when the step has no output (part of a prompt)."""
         begin = self._clock()
         if self._preparing:
             self._take_prepared()
-        batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second)
-        if batch:
-            drafts = self._drafter.draft(batch)
-            draws = self._run(batch, drafts, begin)
-            if draws is not None:
-                self._postprocess(batch, drafts, draws)
-                self._speed.add(_num_prefill_tokens(batch), self._clock() - begin, num_decoding=_num_decoding(batch))
-            self._drafter.release_blocks(drafts)
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None and previous.draws is None:
+            self._finish(previous)
+            return self._take_output()
+        batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second, is_ahead=previous is not None)
+        launched = self._launch(batch, begin) if batch else None
+        if previous is not None:
+            self._take_drawn(previous)
+        if launched is not None:
+            if self._can_draw_on_device(launched):
+                self._draw_on_device(launched)
+            elif previous is not None:  # it is computed while the output of the previous one is read
+                self._in_flight = launched
+            else:
+                self._finish(launched)
         return self._take_output()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks and sequences account for one another."""
         self.scheduler.check_integrity()
-
-    def _measure_speed(self, num_tokens: int) -> None:
-        """Measure prefill and decode speed once; earlier measurements are dropped."""
-        self._speed = StepSpeed()
-        self._speed.add(num_tokens, self._measure_step(0, num_tokens), num_decoding=0)
-        self._speed.add(0, self._measure_step(num_tokens, 1), num_decoding=1)
-
-    def _measure_step(self, num_past: int, num_new: int) -> float:
-        """Seconds that a step of `num_new` tokens takes after `num_past` others."""
-        block_table = range(-(-(num_past + num_new) // self.scheduler.pool.block_size))
-        begin = self._clock()
-        self._runner.run([ScheduledSequence([0] * num_new, num_past, block_table, wants_logits=True)])
-        return self._clock() - begin
 
     def _add(
         self, request: EngineRequest, submit_time: float, guide: GuideState | None = None, adapter: Any = None
@@ -182,7 +175,7 @@ class StepLoop:
         sequence = EngineSequence(request, pool.block_size, owner, submit_time, guide, pooled, adapter)
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
-        if sequence.pooled is None and (reason := _finish_reason(sequence)) is not None:
+        if sequence.pooled is None and (reason := finish_reason(sequence)) is not None:
             self._end(sequence, reason)  # resumed with nothing left to generate
 
     def _take_prepared(self) -> None:
@@ -200,56 +193,121 @@ class StepLoop:
             else:
                 self._add(request, submit_time, state, weights)
 
-    def _run(self, batch: list[Chunk], drafts: Drafts, begin: float) -> Draws | None:
-        """Compute the batch; returns logits to draw from, for the sequences whose known tokens are all computed now.
-
-        Returns None when memory did not suffice.
-        """
+    def _launch(self, batch: list[Chunk], begin: float) -> LaunchedStep | None:
+        """Give the runner a step; returns None when memory did not suffice."""
+        drafts = self._drafter.draft(batch)
         scheduled: list[ScheduledSequence] = []
         for sequence, num_tokens in batch:
             if sequence.queue_time_seconds is None:
                 sequence.queue_time_seconds = begin - sequence.submit_time
                 sequence.num_reused_tokens = sequence.num_computed_tokens
-            scheduled.append(_scheduled(sequence, num_tokens, drafts.get(sequence, ())))
+            scheduled.append(scheduled_part(sequence, num_tokens, drafts.get(sequence, ())))
         try:
             logits = self._runner.run(scheduled)
-            draws = Draws(logits, _drawn_rows(scheduled) if any(one.num_prompt_logits for one in scheduled) else None)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            # Nothing counts as computed yet, so the step can simply be retried without the newest sequence.
-            self._end(batch[-1][0], SequenceFinishReason.ERROR, f"out of memory: {error}")
+            self._on_failed_step(batch, error)
+            self._drafter.release_blocks(drafts)
             return None
-        if draws.wants_rows_together:
-            draws.draw_together(_plain_rows(batch, drafts))
-        return draws
+        return LaunchedStep(batch, scheduled, drafts, begin, logits)
 
-    def _postprocess(self, batch: list[Chunk], drafts: Drafts, draws: Draws) -> None:
-        row = 0
-        if any(sequence.pooled is not None for sequence, _ in batch):
-            self._pool(batch)
-        for sequence, num_tokens in batch:
+    def _on_failed_step(self, batch: list[Chunk], error: Exception) -> None:
+        """End the newest sequence if memory did not suffice. Nothing counts as computed yet, so the step can simply be
+        retried without it. Raises other errors again."""
+        if not is_out_of_memory(error):
+            raise error
+        newest = batch[-1][0]
+        if newest.is_running:
+            self._end(newest, SequenceFinishReason.ERROR, f"out of memory: {error}")
+
+    def _finish(self, step: LaunchedStep) -> None:
+        """Draw the tokens of a step here, one sequence after the other."""
+        is_partial = any(one.num_prompt_logits for one in step.scheduled)
+        try:
+            draws = Draws(step.logits, drawn_rows(step.scheduled) if is_partial else None)
+        except (MemoryError, RuntimeError) as error:
+            self._on_failed_step(step.batch, error)
+        else:
+            if draws.wants_rows_together:
+                draws.draw_together(plain_rows(step))
+            self._postprocess(step, draws)
+            seconds = self._clock() - max(step.begin, self._read_at)
+            self._speed.add(_num_prefill_tokens(step.batch), seconds, num_decoding=_num_decoding(step.batch))
+        self._drafter.release_blocks(step.drafts)
+
+    def _postprocess(self, step: LaunchedStep, draws: Draws) -> None:
+        if any(part.wants_hidden_states for part in step.scheduled):
+            self._pool(step)
+        for sequence, num_tokens, row in step.live_rows():
             if sequence.pooled is not None:
                 continue
             num_logits = sequence.num_prompt_logits(num_tokens)
             if num_logits:
-                _collect_prompt_logprobs(sequence, num_tokens, num_logits, draws, row)
+                collect_prompt_logprobs(sequence, num_tokens, num_logits, draws, row)
                 # The first output token is drawn from the last row of a complete prompt.
-                row += num_logits - (num_tokens == sequence.num_uncomputed_tokens)
+                row += num_logits - 1
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
-                draft = drafts.get(sequence, ())
-                self._draw(sequence, draws, row, draft)
-                row += 1 + len(draft)
+                self._draw(sequence, draws, row, step.drafts.get(sequence, ()))
 
-    def _pool(self, batch: list[Chunk]) -> None:
+    def _can_draw_on_device(self, step: LaunchedStep) -> bool:
+        """False where the next step could not be planned without this one's tokens: drafts follow from them."""
+        drawn_tokens = self._drawn_tokens
+        if drawn_tokens is None or self._drafter.can_draft(step.batch):
+            return False
+        return step.can_draw_on_device and len(step.logits) <= len(drawn_tokens)
+
+    def _draw_on_device(self, step: LaunchedStep) -> None:
+        """Let the device draw the tokens of a step, and keep it in flight."""
+        assert self._drawn_tokens is not None, "checked"
+        rows = [self._sample_row(sequence) for sequence in step.drawing]
+        try:
+            step.draws = DeviceDraws(step.logits, rows, self._drawn_tokens)
+        except (MemoryError, RuntimeError) as error:
+            self._on_failed_step(step.batch, error)
+            return
+        for sequence, num_tokens, row in step.live_rows():
+            self.scheduler.mark_computed(sequence, num_tokens)
+            if not sequence.num_uncomputed_tokens and sequence.num_output_tokens + 1 < sequence.request.max_tokens:
+                sequence.drawn_row = row
+        self._in_flight = step
+
+    def _sample_row(self, sequence: EngineSequence) -> SampleRow:
+        if sequence.is_running:
+            try:
+                return sample_row(sequence)
+            except GuideError as error:
+                self._end_as(sequence, guide_failed(sequence, error))
+        return _VOID_ROW
+
+    def _take_drawn(self, step: LaunchedStep) -> None:
+        """Wait for the tokens of a step that were drawn on the device, and report them."""
+        assert step.draws is not None, "it was drawn on the device"
+        for sequence, (token_id, logprobs) in zip(step.drawing, step.draws.read(), strict=True):
+            if not sequence.is_running:
+                continue
+            sequence.drawn_row = None
+            if token_id is None:
+                self._end_as(sequence, not_finite(sequence))
+                continue
+            end = take_token(sequence, token_id)
+            self._emit(sequence, [token_id], [] if logprobs is None else [logprobs])
+            if end is not None:
+                self._end_as(sequence, end)
+        now = self._clock()
+        seconds, self._read_at = now - max(step.begin, self._read_at), now
+        self._speed.add(_num_prefill_tokens(step.batch), seconds, num_decoding=_num_decoding(step.batch))
+
+    def _pool(self, step: LaunchedStep) -> None:
         """Add the hidden states of this step's tokens to the embeddings that they are wanted for."""
         states = iter(self._runner.hidden_states())
-        for sequence, num_tokens in batch:
+        for sequence, num_tokens in step.batch:
             pooled = sequence.pooled
             if pooled is None:
                 continue
-            pooled.add(next(states), sequence.num_computed_tokens)
+            own = next(states)
+            if not sequence.is_running:
+                continue
+            pooled.add(own, sequence.num_computed_tokens)
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
                 self._end_pooled(sequence, pooled.vector())
@@ -269,7 +327,7 @@ class StepLoop:
         for index in range(len(draft) + 1):
             if index:  # the KV of a correct draft is that of the sequence
                 self.scheduler.mark_computed(sequence, 1)
-            end = _draw_token(sequence, draws, row + index, token_ids, logprobs)
+            end = draw_token(sequence, draws, row + index, token_ids, logprobs)
             if end is not None or index == len(draft) or token_ids[-1] != draft[index]:
                 break
         if draft:
@@ -277,7 +335,7 @@ class StepLoop:
         if token_ids:
             self._emit(sequence, token_ids, logprobs)
         if end is not None:
-            self._end(sequence, end.reason, end.error, refusal=end.refusal)
+            self._end_as(sequence, end)
 
     def _emit(self, sequence: EngineSequence, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         request_id = sequence.request.request_id
@@ -311,6 +369,9 @@ class StepLoop:
         del self._sequences[sequence.request.request_id]
         self._output.ends.append(SequenceEnd(sequence.request.request_id, reason, error, refusal, embedding))
 
+    def _end_as(self, sequence: EngineSequence, end: SequenceEnd) -> None:
+        self._end(sequence, end.reason, end.error, refusal=end.refusal)
+
     def _take_output(self) -> StepOutput | None:
         output = self._output
         output.kv_events = self.scheduler.pool.take_events()
@@ -341,105 +402,8 @@ class StepLoop:
         )
 
 
-def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
-    end = start + num_tokens
-    complete = end == sequence.num_tokens
-    is_pooled = sequence.pooled is not None
-    table = sequence.block_table
-    token_ids = sequence.token_ids[start:end]
-    return ScheduledSequence(
-        token_ids=[*token_ids, *draft] if draft else token_ids,
-        num_computed_tokens=start,
-        block_table=table if complete else table[: -(-end // sequence.block_size)],
-        wants_logits=complete and not is_pooled,
-        num_drafts=len(draft),
-        num_prompt_logits=sequence.num_prompt_logits(num_tokens),
-        wants_hidden_states=is_pooled,
-        adapter=sequence.adapter,
-    )
-
-
-def _collect_prompt_logprobs(
-    sequence: EngineSequence, num_tokens: int, num_logits: int, draws: Draws, first_row: int
-) -> None:
-    """Add the logprobs of the prompt tokens that follow the last `num_logits` of the next `num_tokens` tokens, whose
-    logits begin at row `first_row`."""
-    known, num_top = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
-    assert known is not None
-    assert num_top is not None
-    end = sequence.num_computed_tokens + num_tokens
-    first = end - num_logits
-    for position in range(first, min(end, len(sequence.request.prompt_token_ids) - 1)):
-        known.append(draws.logprobs(first_row + position - first, sequence.token_ids[position + 1], num_top))
-
-
-def _drawn_rows(batch: Sequence[ScheduledSequence]) -> list[int]:
-    """The logit rows of a step that tokens are drawn from."""
-    rows: list[int] = []
-    num_rows = 0
-    for sequence in batch:
-        num_rows += sequence.num_logits
-        if sequence.wants_logits:
-            rows += range(num_rows - 1 - sequence.num_drafts, num_rows)
-    return rows
-
-
-def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
-    """The logit rows of a step whose tokens depend on no other token that is drawn in it."""
-    rows: list[PlainRow] = []
-    first_row = 0
-    for sequence, num_tokens in batch:
-        is_complete = sequence.num_uncomputed_tokens == num_tokens
-        if num_logits := sequence.num_prompt_logits(num_tokens):
-            first_row += num_logits - is_complete
-        if not is_complete or sequence.pooled is not None:  # part of a prompt, or a whole one without an answer
-            continue
-        num_rows = 1 + len(drafts.get(sequence, ()))
-        sampling = sequence.request.sampling
-        if sampling.temperature > 0 and sequence.guide is None and sequence.adjustments is None:
-            num_output_tokens = sequence.num_output_tokens
-            rows += [PlainRow(first_row + i, sampling, num_output_tokens + i) for i in range(num_rows)]
-        first_row += num_rows
-    return rows
-
-
-def _draw_token(
-    sequence: EngineSequence, draws: Draws, row: int, token_ids: list[int], logprobs: list[TokenLogprobs]
-) -> SequenceEnd | None:
-    """Draw the sequence's next token and append it to the lists; returns the sequence's end if it ends."""
-    request, guide = sequence.request, sequence.guide
-    try:
-        mask = guide.mask() if guide is not None else None
-    except GuideError as error:
-        return SequenceEnd(request.request_id, SequenceFinishReason.ERROR, "its guide cannot be followed", str(error))
-    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.adjustments, mask)
-    token_id, token_logprobs = draws.draw(row, sample_row)
-    if token_id is None:
-        return SequenceEnd(request.request_id, SequenceFinishReason.ERROR, "the model's logits are not finite")
-    sequence.append(token_id)
-    token_ids.append(token_id)
-    if token_logprobs is not None:
-        logprobs.append(token_logprobs)
-    reason = _finish_reason(sequence)
-    if reason is None and guide is not None:
-        guide.take((token_id,))
-        if guide.is_complete:
-            reason = SequenceFinishReason.STOP
-    return None if reason is None else SequenceEnd(request.request_id, reason)
-
-
 def _guide_rejected(request_id: str, error: GuideError) -> SequenceEnd:
     return SequenceEnd(request_id, SequenceFinishReason.ERROR, "its guide cannot be compiled", refusal=str(error))
-
-
-def _finish_reason(sequence: EngineSequence) -> SequenceFinishReason | None:
-    num_output_tokens = sequence.num_output_tokens
-    if num_output_tokens and sequence.token_ids[-1] in sequence.request.stop_token_ids:
-        return SequenceFinishReason.STOP
-    if num_output_tokens >= sequence.request.max_tokens:
-        return SequenceFinishReason.LENGTH
-    return None
 
 
 def _num_prefill_tokens(batch: list[Chunk]) -> int:

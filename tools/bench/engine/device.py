@@ -136,7 +136,8 @@ class _DeviceBench:
         served: list[dict[str, Any]] = []
         for row in decode:
             on_progress(f"the engine's loop, {row['batch']} streams")
-            served.append(self._serve(row["batch"]))
+            in_turn = self._serve(row["batch"], overlaps=False)["step_ms"]
+            served.append({**self._serve(row["batch"], overlaps=True), "step_ms_in_turn": in_turn})
         return {"decode": decode, "prefill": prefill, "served": served}
 
     def _decode(self, batch: int) -> dict[str, Any] | None:
@@ -178,11 +179,13 @@ class _DeviceBench:
             **self._shares("matrix_rate", operations / seconds),
         }
 
-    def _serve(self, num_streams: int) -> dict[str, Any]:
-        """The engine's loop, without HTTP: streams that begin at once, whose prompts have the first block in common."""
+    def _serve(self, num_streams: int, *, overlaps: bool) -> dict[str, Any]:
+        """The engine's loop, without HTTP: streams that begin at once, whose prompts have the first block in common.
+        Without `overlaps` a step ends before the next one begins."""
         shape, budget = self._shape, self._shape.prefill_tokens
         pool = BlockPool(self._runner.num_blocks, _BLOCK_SIZE)
-        loop = StepLoop(self._runner, Scheduler(pool, max_batch=num_streams, max_prefill_tokens_per_step=budget))
+        scheduler = Scheduler(pool, max_batch=num_streams, max_prefill_tokens_per_step=budget)
+        loop = StepLoop(self._runner, scheduler, overlaps=overlaps)
         loop.warm_up(budget)
         begin = time.perf_counter()
         for number in range(num_streams):
@@ -367,5 +370,6 @@ def _cell(row: dict[str, Any], what: str) -> str:
 def _served_cell(row: dict[str, Any], alone: dict[str, Any]) -> str:
     return (
         f"{row['tokens_per_second']:,.0f} tokens/s, TTFT {row['ttft_p50']:.2f} / {row['ttft_p99']:.2f} s (p50, p99), "
-        f"{row['step_ms']:.1f} ms a step ({row['step_ms'] / alone['step_ms'] - 1:+.0%} over the runner)"
+        f"{row['step_ms']:.1f} ms a step ({row['step_ms'] / alone['step_ms'] - 1:+.0%} over the runner; "
+        f"{row['step_ms_in_turn']:.1f} if steps do not overlap)"
     )

@@ -20,6 +20,7 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.operators.attention import Extent
+from shard_server.engines.torch_engine.uploads import upload_tensor
 
 _MAX_KERNEL_ROWS = 256
 """The number of rows for which there is room for partial results at a time."""
@@ -37,7 +38,7 @@ class SingleRows:
     """int32 [rows]: the keys of each row, its own included"""
 
     def to(self, device: torch.device) -> SingleRows:
-        return SingleRows(self.tables.to(device), self.lengths.to(device))
+        return SingleRows(upload_tensor(self.tables, device), upload_tensor(self.lengths, device))
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,7 +51,7 @@ class Prompts:
     """int32 [pieces, 4]: (prompt, first row, rows, position of the first row's token)"""
 
     def to(self, device: torch.device) -> Prompts:
-        return Prompts(self.tables.to(device), self.pieces.to(device))
+        return Prompts(upload_tensor(self.tables, device), upload_tensor(self.pieces, device))
 
     def each_row(self) -> SingleRows:
         """The same rows, each by itself."""

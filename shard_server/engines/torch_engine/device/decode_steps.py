@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 
 _TOKEN, _POSITION, _SLOT, _NUM_HEADER_COLUMNS = 0, 1, 2, 3
+_NUM_STAGING_BUFFERS: Final = 2
+"""One is filled while the copy of the other may wait for the step that runs."""
 _WARM_UPS: Final = 2
 """Runs before a step is recorded: libraries allocate memory and choose their code in the first runs."""
 
@@ -41,6 +43,26 @@ class DecodeInputs:
     """int32 [rows]"""
 
 
+class _StagingBuffer:
+    """Rows in the CPU's memory, on their way to the device."""
+
+    def __init__(self, num_rows: int, num_columns: int, is_cuda: bool) -> None:
+        self.rows = torch.zeros(num_rows, num_columns, dtype=torch.int32, pin_memory=is_cuda)
+        self.array = self.rows.numpy()
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        """Wait until the last copy has read the rows."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the first rows, as many as `target` has, after what the device was given before."""
+        target.copy_(self.rows[: len(target)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
 class DecodeSteps:
     """Runs batches of rows in the smallest step that has room for them."""
 
@@ -53,11 +75,13 @@ class DecodeSteps:
         block_size: int,
         spare_block: int,
         vocab_size: int,
+        drawn_tokens: torch.Tensor,
         device: torch.device,
     ) -> None:
         """`compute` returns float32 logits [rows, vocab_size] and reads nothing but its inputs, the KV cache and
         adapters by row, with which steps are not recorded.
-        `sizes` are ascending. `spare_block` belongs to no sequence; padding rows write into it."""
+        `sizes` are ascending. `spare_block` belongs to no sequence; padding rows write into it. `drawn_tokens`
+        (int64, on the device) has the tokens that `drawn_token` of model_runner.py stands for."""
         self.sizes = list(sizes)
         self._compute = compute
         self._block_size = block_size
@@ -65,9 +89,9 @@ class DecodeSteps:
         columns = _NUM_HEADER_COLUMNS + table_width
         is_cuda = device.type == "cuda"
         # Everything that changes from step to step is in one buffer, so that it takes one copy.
-        self._staged = torch.zeros(self.sizes[-1], columns, dtype=torch.int32, pin_memory=is_cuda)
-        self._staged_rows = self._staged.numpy()
-        self._inputs = self._staged.to(device, copy=True)
+        self._staging = [_StagingBuffer(self.sizes[-1], columns, is_cuda) for _ in range(_NUM_STAGING_BUFFERS)]
+        self._inputs = torch.zeros(self.sizes[-1], columns, dtype=torch.int32, device=device)
+        self._drawn_tokens = drawn_tokens
         # One buffer for all sizes: a recorded step would keep results of its own alive.
         self._logits = torch.zeros(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -102,7 +126,10 @@ class DecodeSteps:
             self._graphs[size] = graph
 
     def _stage(self, rows: Sequence[DecodeRow], size: int) -> None:
-        staged = self._staged_rows
+        buffer = self._staging.pop(0)
+        self._staging.append(buffer)
+        buffer.wait()
+        staged = buffer.array
         for index, row in enumerate(rows):
             block, offset = divmod(row.position, self._block_size)
             own = staged[index]
@@ -113,13 +140,14 @@ class DecodeSteps:
             own[_NUM_HEADER_COLUMNS : _NUM_HEADER_COLUMNS + block + 1] = row.block_table[: block + 1]
         padding = staged[len(rows) : size]
         padding[:, : _NUM_HEADER_COLUMNS + 1] = (0, 0, self._spare_block * self._block_size, self._spare_block)
-        # Blocking: the staged rows are overwritten by the next step.
-        self._inputs[:size].copy_(self._staged[:size])
+        buffer.copy_to(self._inputs[:size])
 
     def _step(self, size: int, adapters: Sequence[Any] | None = None) -> None:
         header = self._inputs[:size, :_NUM_HEADER_COLUMNS].long()
+        token_ids = header[:, _TOKEN]
+        drawn = self._drawn_tokens[(-1 - token_ids).clamp(min=0)]
         inputs = DecodeInputs(
-            token_ids=header[:, _TOKEN],
+            token_ids=torch.where(token_ids < 0, drawn, token_ids),
             positions=header[:, _POSITION],
             slots=header[:, _SLOT],
             tables=self._inputs[:size, _NUM_HEADER_COLUMNS:],

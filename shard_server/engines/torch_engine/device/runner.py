@@ -33,6 +33,7 @@ from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.operators.attention import Extent
 from shard_server.engines.torch_engine.operators.linear import TorchLinears
+from shard_server.engines.torch_engine.uploads import upload, upload_tensor
 
 _INVARIANT_ROWS: Final = 128
 """The number of rows of every matrix product if results must not depend on the batch: a library chooses its code by
@@ -114,13 +115,18 @@ class DeviceRunner:
             )
             self._attend = attends(config, self._cache)
             self._piece_tokens = piece_tokens(config, options.dtype)
+            sizes = step_sizes(options.max_rows, self._multiple)
+            self.drawn_tokens = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
+            """The tokens of the latest step, drawn on the device, by row of logits: the next step may compute with them
+            before the CPU knows them."""
             self._decode_steps = DecodeSteps(
                 self._decode,
-                sizes=step_sizes(options.max_rows, self._multiple),
+                sizes=sizes,
                 table_width=width,
                 block_size=self._block_size,
                 spare_block=self.num_blocks,
                 vocab_size=config.vocab_size,
+                drawn_tokens=self.drawn_tokens,
                 device=device,
             )
             if device.type == "cuda":
@@ -130,7 +136,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Runs as ModelRunner.run does; the logits lie on the device and are valid until the next step."""
+        """Runs as ModelRunner.run does, but returns before the device has computed; the logits lie there and are valid
+        until the next step, in the order in which the device is given work."""
         decodes: list[DecodeRow] = []
         prompts: list[ScheduledSequence] = []
         places: list[tuple[bool, int, int]] = []  # (of a prompt, first row of logits, rows)
@@ -205,7 +212,7 @@ class DeviceRunner:
         logit_rows += [0] * (-num_logits % self._multiple)
         part = prompts_of(extents, self._piece_tokens)
         of_row = [sequence.adapter for sequence in prompts for _ in sequence.token_ids]
-        on_device = torch.from_numpy(inputs).to(self._device)
+        on_device = upload_tensor(torch.from_numpy(inputs), self._device)
         x = self._last_layer(
             on_device[0],
             on_device[1],
@@ -218,7 +225,7 @@ class DeviceRunner:
             for extent, sequence in zip(extents, prompts, strict=False)
             if sequence.wants_hidden_states
         ]
-        return self._model.logits(x, torch.tensor(logit_rows, device=self._device, dtype=torch.int64))[:num_logits]
+        return self._model.logits(x, upload(logit_rows, self._device, torch.int64))[:num_logits]
 
     def _last_layer(
         self,

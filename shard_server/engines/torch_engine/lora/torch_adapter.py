@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.lora.peft import LoraWeights, Part
 from shard_server.engines.torch_engine.operators.linear import INVARIANT_ROWS
+from shard_server.engines.torch_engine.uploads import upload
 
 _RANK_STEP: Final = 16
 _CPU: Final = torch.device("cpu")
@@ -67,7 +68,7 @@ class AdaptedRows:
         """Adapters with their rows, and with these padded to a multiple of INVARIANT_ROWS."""
         for adapter, rows in of_adapter.items():
             padded = rows + rows[:1] * (-len(rows) % INVARIANT_ROWS)
-            indices = torch.tensor(padded, device=device)
+            indices = upload(padded, device)
             self._groups.append((adapter, indices[: len(rows)], indices))
 
     def add(self, layer: int, modules: Mapping[str, slice], x: torch.Tensor, out: torch.Tensor) -> None:

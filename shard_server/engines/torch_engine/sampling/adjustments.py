@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shard_server.engines.base import EngineRequest
+from shard_server.engines.torch_engine.uploads import upload
 
 _NEVER = float("-inf")
 
@@ -65,14 +66,14 @@ class LogitAdjustments:
         leave stop tokens as they are."""
         logits = logits.clone()
         if self._bias_ids:
-            logits.index_add_(0, _ids(self._bias_ids, logits), torch.tensor(self._bias, device=logits.device))
+            logits.index_add_(0, _ids(self._bias_ids, logits), upload(self._bias, logits.device))
         if self._seen:
             if len(self._seen_ids) < len(self._seen):
                 self._seen_ids = _ids(list(self._seen), logits)
             seen, penalty = logits[self._seen_ids], self._sampling.repetition_penalty
             logits[self._seen_ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
         if self._counts:
-            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=logits.device)
+            counts = upload(list(self._counts.values()), logits.device, torch.float32)
             penalty = self._sampling.frequency_penalty * counts + self._sampling.presence_penalty
             logits.index_add_(0, _ids(list(self._counts), logits), -penalty)
         if self.forbids_stops(position) and not may_stop:
@@ -82,4 +83,4 @@ class LogitAdjustments:
 
 
 def _ids(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    return upload(token_ids, logits.device, torch.int64)

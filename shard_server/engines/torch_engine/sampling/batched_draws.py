@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from shard_server.engines.base import Sampling
+from shard_server.engines.torch_engine.uploads import upload
 
 MIN_TEMPERATURE: Final = 1e-4
 """Below this, quotients might overflow. Except among exact ties, it is greedy already."""
@@ -49,14 +50,18 @@ class PlainRow(NamedTuple):
 @torch.inference_mode()
 def draw_plain_rows(logits: torch.Tensor, rows: Sequence[PlainRow]) -> dict[int, int]:
     """Token by row of `logits` (float32 [rows, vocab], on any device)."""
-    tokens: dict[int, int] = {}
+    if not rows:
+        return {}
+    ordered, drawn = draw_on_device(logits, rows)
+    return dict(zip((one.row for one in ordered), drawn.tolist(), strict=True))
+
+
+def draw_on_device(logits: torch.Tensor, rows: Sequence[PlainRow]) -> tuple[list[PlainRow], torch.Tensor]:
+    """The rows, at least one, in another order, and their tokens (int64 [rows]), for which nothing waits."""
     whole = [one for one in rows if one.sampling.top_p >= 1 and not _limits(one.sampling, logits.shape[1])]
     cut = [one for one in rows if one.sampling.top_p < 1 or _limits(one.sampling, logits.shape[1])]
-    for part, draw in ((whole, _draw_whole), (cut, _draw_cut)):
-        if part:
-            drawn = draw(logits, part)
-            tokens |= zip((one.row for one in part), drawn.tolist(), strict=True)
-    return tokens
+    parts = [draw(logits, part) for part, draw in ((whole, _draw_whole), (cut, _draw_cut)) if part]
+    return whole + cut, torch.cat(parts)
 
 
 def _limits(sampling: Sampling, vocab_size: int) -> bool:
@@ -74,9 +79,9 @@ def _draw_cut(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
     values, ids = _scaled(logits, rows).sort(dim=-1, descending=True, stable=True)
     top_k = [one.sampling.top_k if _limits(one.sampling, vocab_size) else vocab_size for one in rows]
     rank = torch.arange(vocab_size, device=logits.device)
-    values = values.masked_fill(rank >= torch.tensor(top_k, device=logits.device)[:, None], float("-inf"))
+    values = values.masked_fill(rank >= upload(top_k, logits.device)[:, None], float("-inf"))
     mass = values.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    top_p = torch.tensor([[min(one.sampling.top_p, 1.0)] for one in rows], dtype=torch.float64, device=logits.device)
+    top_p = upload([[min(one.sampling.top_p, 1.0)] for one in rows], logits.device, torch.float64)
     # Rounding may leave the whole mass short of top_p.
     last = torch.searchsorted(mass, top_p).clamp_(max=vocab_size - 1)
     chosen = _invert(mass, mass.gather(1, last), _numbers(logits, rows))
@@ -84,19 +89,19 @@ def _draw_cut(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
 
 
 def _scaled(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
-    indices = torch.tensor([one.row for one in rows], device=logits.device)
+    indices = upload([one.row for one in rows], logits.device)
     temperatures = [[max(one.sampling.temperature, MIN_TEMPERATURE)] for one in rows]
-    scaled = logits[indices] / torch.tensor(temperatures, device=logits.device)
+    scaled = logits[indices] / upload(temperatures, logits.device)
     if any(one.sampling.min_p for one in rows):
         below = [[math.log(one.sampling.min_p) if one.sampling.min_p else float("-inf")] for one in rows]
-        least = scaled.max(dim=-1, keepdim=True).values + torch.tensor(below, device=logits.device)
+        least = scaled.max(dim=-1, keepdim=True).values + upload(below, logits.device)
         scaled = scaled.masked_fill(scaled < least, float("-inf"))
     return scaled
 
 
 def _numbers(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
     numbers = [[uniform(one.sampling.seed, one.position)] for one in rows]
-    return torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    return upload(numbers, logits.device, torch.float64)
 
 
 def _invert(mass: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Draws:
         """A token of row `index`, and its logprobs if they were requested. No token if the logits are not finite or the
         mask allows none."""
         sampling = row.sampling
-        if not -_LARGEST <= self._best[index] <= _LARGEST:
+        if not -LARGEST <= self._best[index] <= LARGEST:
             return None, None
         logits = self._logits[index]
         token_id = self._drawn.get(index, self._best_ids[index])
@@ -88,17 +88,25 @@ class Draws:
 def draw_in_all_ways(logits: torch.Tensor) -> None:
     """Draw from the first row with every parameter: a device loads what an operation needs at its first use, for which
     no request shall wait."""
+    draws = Draws(logits)
+    draws.draw_together([PlainRow(0, row.sampling, 0) for row in all_kinds_of_rows(logits.shape[1])])
+    for row in all_kinds_of_rows(logits.shape[1]):
+        draws.draw(0, row)
+
+
+def all_kinds_of_rows(vocab_size: int) -> list[SampleRow]:
+    """Rows that use every parameter."""
     cut = {"top_k": 2, "top_p": 0.9, "min_p": 0.1}
     changed = Sampling(presence_penalty=1.0, repetition_penalty=2.0, logit_bias=((0, 1.0),), num_logprobs=1, **cut)
     request = EngineRequest("", [0], changed, 2, frozenset({0}), min_tokens=2, output_token_ids=[0])
     adjustments = LogitAdjustments(request)
-    draws = Draws(logits)
-    draws.draw_together([PlainRow(0, Sampling(), 0), PlainRow(0, Sampling(**cut), 0)])
-    for mask in (None, np.full(-(-logits.shape[1] // 8), 255, np.uint8)):
-        draws.draw(0, SampleRow(changed, 1, adjustments, mask))
+    mask = np.full(-(-vocab_size // 8), 255, np.uint8)
+    plain = [SampleRow(Sampling(), 0), SampleRow(Sampling(**cut), 0)]
+    return [*plain, SampleRow(changed, 1, adjustments), SampleRow(changed, 1, adjustments, mask)]
 
 
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
+"""A row whose largest logit is larger, or no number, is not finite."""
 _USUAL_FLOOR = 1e-3
 
 

@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from shard_server.engines.torch_engine.device.decode_steps import DecodeInputs, DecodeRow, DecodeSteps, step_sizes
+from shard_server.engines.torch_engine.model_runner import drawn_token
 
 
 def test_sizes_leave_little_padding_and_end_at_what_is_needed():
@@ -35,6 +36,7 @@ def test_rows_reach_the_step_and_padding_touches_no_sequences_blocks():
         block_size=4,
         spare_block=99,
         vocab_size=3,
+        drawn_tokens=torch.tensor([0, 21, 22]),
         device=torch.device("cpu"),
     )
     first = [DecodeRow(10 + i, 17, [1 + i, 2, 3, 4, 5 + i]) for i in range(4)]
@@ -49,3 +51,4 @@ def test_rows_reach_the_step_and_padding_touches_no_sequences_blocks():
     assert inputs.tables[3, 0] == 99
     assert steps.run([DecodeRow(9, 4, [0, 1])]).shape == (1, 3)
     assert seen[-1].token_ids.shape == (2,)
+    assert steps.run([DecodeRow(drawn_token(2), 4, [0, 1]), DecodeRow(8, 4, [2, 3])])[:, 0].tolist() == [22, 8]

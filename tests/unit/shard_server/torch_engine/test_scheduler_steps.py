@@ -13,15 +13,18 @@ from kvloom_common.text.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, Sampling, SequenceFinishReason
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP
-from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner, logits_of
+from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeDeviceRunner, FakeModelRunner, logits_of
 from tests.step_bench import Answer, StepBench, same
 
 BLOCK_SIZE = 4
 
 
 class Bench(StepBench):
-    def __init__(self, *, num_blocks: int = 128, max_batch: int = 16, budget: int = 512) -> None:
-        self.runner = FakeModelRunner(block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    def __init__(
+        self, *, num_blocks: int = 128, max_batch: int = 16, budget: int = 512, overlaps: bool = False
+    ) -> None:
+        make = FakeDeviceRunner if overlaps else FakeModelRunner
+        self.runner = make(block_size=BLOCK_SIZE, num_blocks=num_blocks)
         super().__init__(self.runner, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_batch=max_batch, budget=budget)
 
 
@@ -65,10 +68,13 @@ def alone(request: EngineRequest) -> Answer:
         pytest.param(21, 16, 3, id="preempted-and-chunked"),
     ],
 )
-def test_tokens_and_logprobs_do_not_depend_on_how_work_is_cut_up(num_blocks: int, max_batch: int, budget: int) -> None:
-    """Batch invariance of everything above the model: batching, chunking, reuse, preemption."""
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
+def test_tokens_and_logprobs_do_not_depend_on_how_work_is_cut_up(
+    num_blocks: int, max_batch: int, budget: int, overlaps: bool
+) -> None:
+    """Batch invariance of everything above the model: batching, chunking, reuse, preemption, overlapped steps."""
     requests = various_requests(24)
-    bench = Bench(num_blocks=num_blocks, max_batch=max_batch, budget=budget)
+    bench = Bench(num_blocks=num_blocks, max_batch=max_batch, budget=budget, overlaps=overlaps)
     answers = bench.run(*requests)
     for request in requests:
         assert same(answers[request.request_id], alone(request)), request.request_id
@@ -108,9 +114,10 @@ def test_a_prompt_behind_cached_tokens_is_computed_before_the_first_request() ->
     assert len(last.token_ids) > 1
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("has_shares", [False, True], ids=["common", "shares"])
-@pytest.mark.parametrize("seed", range(6))
-def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool) -> None:
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))])
+def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool, overlaps: bool) -> None:
     """Whatever comes and goes in between, with too few blocks: integrity after each step, no sequence starves, tokens
     are those of an undisturbed run or the beginning of them. Guaranteed shares, some of them smaller than a sequence,
     change nothing of that."""
@@ -119,7 +126,8 @@ def test_arrivals_and_cancels_at_any_time(seed: int, has_shares: bool) -> None:
     if has_shares:
         shares = (None, None, KvShare(1, 20), KvShare(2, 70))
         requests = [dataclasses.replace(request, kv_share=rng.choice(shares)) for request in requests]
-    bench = Bench(num_blocks=rng.randrange(20, 40), max_batch=rng.randrange(1, 9), budget=rng.randrange(1, 40))
+    sizes = {"num_blocks": rng.randrange(20, 40), "max_batch": rng.randrange(1, 9), "budget": rng.randrange(1, 40)}
+    bench = Bench(overlaps=overlaps, **sizes)
     todo = list(requests)
     cancelled: set[str] = set()
     for _ in range(3000):

@@ -17,12 +17,12 @@ FAULTS: dict[str, Callable[[], Exception]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "overlaps"), [*((fault, False) for fault in FAULTS), ("gpu", True)])
 @pytest.mark.parametrize("when", [0, 3, 11], ids=["first-step", "prefilling", "decoding"])
-def test_the_newest_ends_with_an_error_and_the_others_go_on_exactly(fault: str, when: int):
+def test_the_newest_ends_with_an_error_and_the_others_go_on_exactly(fault: str, when: int, overlaps: bool):
     """A shard that died of one long prompt would take every answer with it."""
     requests = various_requests(8)
-    bench = Bench(budget=16)
+    bench = Bench(budget=16, overlaps=overlaps)
     newest: list[str] = []
     num_runs = 0
 
