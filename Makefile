@@ -21,7 +21,7 @@ test test-long test-pythons test-cpus unit lab-test: export OMP_WAIT_POLICY = pa
 # Many processes start: each would compile what the last one did.
 run test test-long test-pythons test-cpus unit lab-test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run observe test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check collect unit wheels fuzz test-schemathesis test-deploy test-clients clean
+.PHONY: help run observe test lab-test test-long test-pythons test-cpus durations setup setup-dev proto check lint types imports protos-check collect unit wheels fuzz test-schemathesis test-triton test-deploy test-clients clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -73,6 +73,11 @@ test-deploy: ## The chart by Helm: rendered, validated, installed in a fake clus
 	test -x .venv-deploy/bin/cyclonedx-py || ($(PYTHON) -m venv .venv-deploy && .venv-deploy/bin/pip install -q \
 	  helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 cyclonedx-bom==7.5.0 PyYAML==6.0.3)
 	.venv-deploy/bin/python -m tests.deploy.check $(ARGS)
+
+test-triton: setup-dev ## The Triton kernels of GPUs, by its interpreter and compiled for GPUs that are only named; installs Triton (1 GB).
+	test -d .venv-triton/triton || $(BIN)/uv pip install -q --no-deps --target .venv-triton triton==3.9.0
+	PYTHONPATH=.venv-triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 0 tests/integration/test_torch_segment_kernels.py
+	PYTHONPATH=.venv-triton $(BIN)/python -m pytest -n 0 -m "long or not long" tests/integration/test_torch_kernel_variants.py
 
 fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failures are kept in tests/fuzz/corpus.
 	$(BIN)/python -m tests.fuzz.run --seconds $(or $(SECONDS),60) $(TARGET)
