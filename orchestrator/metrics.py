@@ -25,6 +25,18 @@ BACKGROUND_ENDED: Final = TABLE.counter(
 INDEXED_FILES: Final = TABLE.counter(
     "kvloom_orchestrator_indexed_files", "files", "Files of vector stores that were indexed, by how it ended.", "status"
 ).family(REGISTRY)
+HOT_READS: Final = TABLE.counter(
+    "kvloom_orchestrator_hot_reads",
+    "reads",
+    "Reads of conversations that found copies in Redis (copy), or none; and Redis, when it was away.",
+    "outcome",
+).family(REGISTRY)
+RERANKED: Final = TABLE.counter(
+    "kvloom_orchestrator_reranked_searches",
+    "searches",
+    "Searches whose passages a model was asked to rank again: done, late or failed.",
+    "outcome",
+).family(REGISTRY)
 WEBHOOKS: Final = TABLE.counter(
     "kvloom_orchestrator_webhooks",
     "tries",

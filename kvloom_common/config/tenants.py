@@ -21,6 +21,7 @@ from kvloom_common.config.section import (
     DatabaseUrl,
     FilePath,
     Flag,
+    NonNegativeInt,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -245,6 +246,14 @@ class OrchestratorConfig(Section):
     """How large a file may be, and how many a tenant may have."""
     max_vector_stores: PositiveInt = 1000
     """How many vector stores a tenant may have. Each has at most `max_files` files."""
+    hot_conversation_seconds: NonNegativeInt = 600
+    """How long Redis has copies of conversations after their last turn, encrypted with keys that only the database has.
+    0: there are no copies, and each turn reads its whole conversation from the database."""
+    rerank_model: str = ""
+    """A model of the fabric by which searches in vector stores rank again what they have found (`POST /v1/rerank`), on
+    behalf of the tenant, which must be allowed to use it. Empty: they do not."""
+    rerank_seconds: PositiveFloat = 1.0
+    """How long a search waits for that model. Without an answer the ranking stays as it is."""
     batch_concurrency: PositiveInt = 16
     """How many lines of a batch are answered at a time."""
     max_background: PositiveInt = 1000

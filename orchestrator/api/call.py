@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -14,6 +14,9 @@ from kvloom_common.trust.state_seal import StateSealer
 from orchestrator.files.sealed import TenantContents
 from orchestrator.search.file_texts import FileTexts
 from orchestrator.search.searcher import Searcher
+
+if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotItems
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class OperationCall:
     ids: Sequence[str] = ()
     query: Mapping[str, str] = dataclasses.field(default_factory=dict)
     body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hot_items: HotItems | None = None
+    """None where there are no copies of conversations."""
 
     @property
     def expires_at(self) -> float:

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from orchestrator.api.call import OperationCall, operation
-from orchestrator.store import items, objects
+from orchestrator.store import hot_keys, items, objects
 from orchestrator.store.items import Item
 from orchestrator.store.objects import StoredObject, new_id
 from orchestrator.store.pages import as_list, page_of
@@ -50,7 +50,10 @@ async def update(call: OperationCall) -> Any:
 async def delete(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await _found(connection, call, for_update=True)
+        keys = await hot_keys.of(connection, [one.id])
         await objects.delete(connection, [one.id])
+    if call.hot_items is not None:
+        await call.hot_items.forget(keys)
     return {"id": one.id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -85,6 +88,7 @@ async def delete_item(call: OperationCall) -> Any:
         one = await _found(connection, call, for_update=True)
         await _item(connection, call, one.id)
         await items.delete(connection, one.id, call.ids[1])
+        await hot_keys.drop(connection, one.id)
     return shown(one)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import sqlalchemy as sa
@@ -29,6 +29,9 @@ from orchestrator.store.objects import StoredObject
 from orchestrator.store.pages import as_list, page_of
 from orchestrator.webhooks import outbox
 
+if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotRead
+
 KIND: Final = "response"
 GENERATION: Final = "generation"
 _PREVIOUS: Final = "previous_response_id"
@@ -36,19 +39,25 @@ _PREVIOUS: Final = "previous_response_id"
 
 async def read_context(call: OperationCall, request: ReadContextRequest) -> ReadContextResponse:
     """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT)."""
+    hot: HotRead | None = None
     async with call.database.reading() as connection:
         parents: Sequence[str] = ()
         if request.conversation_id:
             await objects.get(
                 connection, call.tenant, conversations.KIND, request.conversation_id, call.now, "conversation"
             )
-            parents = (request.conversation_id,)
+            if call.hot_items is None:
+                parents = (request.conversation_id,)
+            else:
+                hot = await call.hot_items.read(connection, call.tenant, request.conversation_id)
         elif request.previous_response_id:
             parents = await _lineage(connection, call, request.previous_response_id, _PREVIOUS)
         fork = ReadContextResponse()
         if request.WhichOneof("fork"):
             parents = await _fork(connection, call, request, parents, fork)
         found = [body for parent in parents for body in await items.of_parent(connection, call.tenant, parent)]
+        if hot is not None:
+            found = hot.bodies
         if len(found) > call.settings.max_items:
             field = "conversation" if request.conversation_id else _PREVIOUS
             most = call.settings.max_items
@@ -57,6 +66,8 @@ async def read_context(call: OperationCall, request: ReadContextRequest) -> Read
         prompt = b""
         if request.prompt_id:
             prompt = objects.as_json(await prompts.read(connection, call, request.prompt_id, request.prompt_version))
+    if hot is not None and call.hot_items is not None:
+        await call.hot_items.note(call.database, hot)
     for item_id in request.item_ids:
         if item_id not in referred:
             message = f"There is no item {item_id[:128]!r}."

@@ -15,7 +15,7 @@ from orchestrator.api.vector_store_files import KIND
 from orchestrator.database.schema import objects as table
 from orchestrator.search import filters
 from orchestrator.search.searcher import Wanted
-from orchestrator.store import objects, vector_chunks, vector_files
+from orchestrator.store import objects, vector_files
 from orchestrator.store.objects import StoredObject, new_id
 from orchestrator.store.pages import as_list, page_of
 
@@ -137,14 +137,12 @@ async def search(call: OperationCall) -> Any:
             await _note_use(connection, call, one)
     found = await call.searcher.search(call.tenant, call.key_id, one.id, one.body["embedding_model"], wanted)
     async with call.database.reading() as connection:
-        chunks = await vector_chunks.found(connection, call.tenant, one.id, [each.number for each in found])
-        names = dict.fromkeys(chunk.file for chunk in chunks.values())
+        names = dict.fromkeys(chunk.file for _, chunk in found)
         files = {name: await vector_files.find(connection, one.id, name) for name in names}
     data: list[dict[str, Any]] = []
-    for each in found:
-        chunk = chunks.get(each.number)
-        file = None if chunk is None else files[chunk.file]
-        if chunk is not None and file is not None:  # it was removed meanwhile
+    for each, chunk in found:
+        file = files[chunk.file]
+        if file is not None:  # it was removed meanwhile
             data.append(
                 {
                     "file_id": file.file,

@@ -40,6 +40,14 @@ items = sa.Table(
     sa.Index("ix_items_id", "tenant", "id"),
 )
 
+# The keys with which copies of the items of conversations are encrypted (orchestrator/store/hot_items.py).
+hot_keys = sa.Table(
+    "hot_keys",
+    metadata,
+    sa.Column("conversation", sa.Text, primary_key=True),
+    sa.Column("key", sa.LargeBinary, nullable=False),
+)
+
 # The work that one orchestrator at a time does: `holder`, until `held_until`. The id is that of a batch, of a
 # background response, of a delivery or of a file of a vector store ("STORE/FILE"), as `kind` says. When it is over, the
 # row is deleted.

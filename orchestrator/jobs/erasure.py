@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 import structlog
@@ -21,10 +21,13 @@ from kvloom_common.database.database import Database
 from orchestrator.database.schema import jobs
 from orchestrator.database.schema import objects as table
 from orchestrator.jobs.runner import Clock
-from orchestrator.store import objects
+from orchestrator.store import hot_keys, objects
 from orchestrator.store.expiry import WITH_CONTENT
 from orchestrator.store.objects import StoredObject, body_of, feedback_id, generation_id
 from orchestrator.store.retention import KIND as RETENTION
+
+if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotItems
 
 log = structlog.get_logger()
 
@@ -58,12 +61,14 @@ class ErasureWork:
         erase_excerpts: EraseExcerpts,
         job: Any,
         clock: Clock,
+        hot_items: HotItems | None = None,
     ) -> None:
         self._database = database
         self._delete_content = delete_content
         self._erase_excerpts = erase_excerpts
         self._job = job
         self._clock = clock
+        self._hot_items = hot_items
 
     async def look(self, now: float) -> None:
         pass
@@ -90,7 +95,9 @@ class ErasureWork:
             for object_id, kind in found.items():
                 if kind in WITH_CONTENT:
                     await self._delete_content(object_id)
-            await self._database.uninterrupted(self._delete(found))
+            keys = await self._database.uninterrupted(self._delete(found))
+            if self._hot_items is not None:
+                await self._hot_items.forget(keys)
 
     async def _record(self) -> StoredObject:
         async with self._database.reading() as connection:
@@ -112,11 +119,14 @@ class ErasureWork:
                     found |= {row.id: row.kind, **await _belonging(connection, tenant, row.id, body)}
         return (rows[-1].id if len(rows) == PAGE else None), found
 
-    async def _delete(self, found: Mapping[str, str]) -> None:
+    async def _delete(self, found: Mapping[str, str]) -> list[bytes]:
+        """Returns the keys of the copies of conversations among them."""
         async with self._database.writing() as connection:
+            keys = await hot_keys.of(connection, found)
             present = (await connection.scalars(sa.select(table.c.id).where(table.c.id.in_(found)))).all()
             await objects.delete(connection, present)
             await self._count(connection, {}, Counter(found[object_id] for object_id in present))
+        return keys
 
     async def _change(self, values: Mapping[str, Any], more: Counter[str]) -> None:
         async with self._database.writing() as connection:

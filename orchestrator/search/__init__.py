@@ -8,6 +8,7 @@ indexing.py    works at one file of a vector store, to its end
 filters.py     which files a search may find, by their attributes. Pure
 words.py       the words of texts, as numbers
 fusion.py      one ranking from several. Pure
+reranking.py   ranks passages again, by a model of the fabric
 index.py       the chunks of one vector store in memory
 searcher.py    finds chunks by an index that is up to date
 """

@@ -17,7 +17,8 @@ from orchestrator.jobs.edges import RETRIED, EdgeAwayError, Edges
 PATH: Final = "/v1/embeddings"
 MAX_TEXTS: Final = 32
 """The most texts of one request."""
-_TOO_LONG: Final = "context_length_exceeded"
+TOO_LONG: Final = "context_length_exceeded"
+"""The code of an error that says that there is no room for a text."""
 _PLACE: Final = re.compile(r"input\[(\d+)\]")
 
 
@@ -71,10 +72,10 @@ class FabricEncoder:
             raise EncoderAwayError(str(error)) from error
         if answer.status == 200:
             return [base64.b64decode(entry.embedding) for entry in msgspec.json.decode(answer.body, type=_Vectors).data]
-        error = _error_in(answer.body)
+        error = error_in(answer.body)
         if answer.status in RETRIED and not answer.is_final:
             raise EncoderAwayError(f"status {answer.status}: {error.message}")
-        place = _PLACE.fullmatch(error.param or "") if error.code == _TOO_LONG else None
+        place = _PLACE.fullmatch(error.param or "") if error.code == TOO_LONG else None
         raise EncoderRefusedError(error.message, None if place is None else int(place[1]))
 
     async def query_vectors(self, tenant: str, key_id: str, model: str, queries: Sequence[str]) -> list[bytes]:
@@ -94,7 +95,8 @@ class FabricEncoder:
             raise KvloomError(ErrorReason.ERROR_REASON_FAILED_PRECONDITION, message) from error
 
 
-def _error_in(body: bytes) -> _Error:
+def error_in(body: bytes) -> _Error:
+    """Reads why an edge has refused a request."""
     try:
         return msgspec.json.decode(body, type=_Refusal).error
     except msgspec.MsgspecError:

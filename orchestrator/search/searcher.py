@@ -14,7 +14,9 @@ from kvloom_common.database.database import Database
 from kvloom_common.process.extras import MissingPackageError, naming_extras
 from orchestrator.search.embedding import FabricEncoder
 from orchestrator.search.fusion import WeightedRanking, fused
+from orchestrator.search.reranking import MAX_PASSAGES, FabricReranker
 from orchestrator.store import vector_chunks, vector_files
+from orchestrator.store.vector_chunks import ChunkText
 
 MAX_INDEX_BYTES: Final = 2**30
 """The size of all indexes of a process, about. Those that were not used for the longest time are made again when
@@ -57,10 +59,13 @@ class _Kept:
 class Searcher:
     """Searches the vector stores of all tenants; who calls has found that a store is the tenant's own."""
 
-    def __init__(self, database: Database, encoder: FabricEncoder | None) -> None:
-        """`encoder`: None where no edge would take its requests."""
+    def __init__(
+        self, database: Database, encoder: FabricEncoder | None, reranker: FabricReranker | None = None
+    ) -> None:
+        """`encoder`: None where no edge would take its requests. `reranker`: None where none is configured."""
         self._database = database
         self._encoder = encoder
+        self._reranker = reranker
         self._has_packages = False
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
@@ -80,8 +85,30 @@ class Searcher:
         """The store was deleted."""
         self._kept.pop(store, None)
 
-    async def search(self, tenant: str, key_id: str, store: str, model: str, wanted: Wanted) -> list[FoundChunk]:
-        """The chunks of a store, the best first. Raises KvloomError."""
+    async def search(
+        self, tenant: str, key_id: str, store: str, model: str, wanted: Wanted
+    ) -> list[tuple[FoundChunk, ChunkText]]:
+        """The chunks of a store that are still there, the best first. Raises KvloomError."""
+        is_reranked = self._reranker is not None and wanted.is_fused
+        proposed = wanted._replace(most=MAX_PASSAGES, threshold=0.0) if is_reranked else wanted
+        found = await self._proposed(tenant, key_id, store, model, proposed)
+        async with self._database.reading() as connection:
+            texts = await vector_chunks.found(connection, tenant, store, [each.number for each in found])
+        present = [(each, texts[each.number]) for each in found if each.number in texts]
+        if self._reranker is None or not is_reranked:
+            return present
+        passages = [chunk.text for _, chunk in present]
+        query = "\n".join(wanted.queries)
+        scores = await self._reranker.scores(tenant, key_id, query, passages) if len(passages) > 1 else None
+        if scores is not None:
+            rescored = [
+                (FoundChunk(each.number, score), chunk) for (each, chunk), score in zip(present, scores, strict=True)
+            ]
+            present = sorted(rescored, key=lambda one: -one[0].score)
+        return [one for one in present if one[0].score >= wanted.threshold][: wanted.most]
+
+    async def _proposed(self, tenant: str, key_id: str, store: str, model: str, wanted: Wanted) -> list[FoundChunk]:
+        """Returns the chunks that vectors and words propose, the best first. Raises KvloomError."""
         encoder = await self.ready()
         vectors: Sequence[bytes] = [b""] * len(wanted.queries)
         if wanted.vector_weight > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvloom_common.config import OrchestratorConfig
 from kvloom_common.database.database import Database
@@ -24,6 +24,9 @@ from orchestrator.store import vector_files
 from orchestrator.webhooks.delivery import MAX_DELIVERIES, WebhookDelivery
 from orchestrator.webhooks.outbox import JOB
 
+if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotItems
+
 MAX_BATCHES: Final = 8
 """That one process works at."""
 
@@ -38,9 +41,11 @@ def job_kinds(
     name: str,
     audit_dir: str = "",
     clock: Clock = time.time,
+    hot_items: HotItems | None = None,
 ) -> Mapping[str, JobKind]:
     """`name`: this process's. `logs` get the events of the background responses at which it works. `sealer`: of the
-    secrets of webhooks. `audit_dir`: the audit log on this machine, if there is one."""
+    secrets of webhooks. `audit_dir`: the audit log on this machine, if there is one. `hot_items`: None where
+    conversations are not copied."""
 
     def batch(job: Any) -> BatchWork:
         return BatchWork(database, contents, edges, job, settings.batch_concurrency, clock)
@@ -55,7 +60,7 @@ def job_kinds(
         return WebhookDelivery(database, sealer, settings.webhook_private_hosts, name, job, clock)
 
     def erasure(job: Any) -> ErasureWork:
-        return ErasureWork(database, contents.delete, excerpts, job, clock)
+        return ErasureWork(database, contents.delete, excerpts, job, clock, hot_items)
 
     def excerpts(tenant: str, user: str | None) -> int:
         if not (audit_dir and Path(audit_dir).is_dir()):

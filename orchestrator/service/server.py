@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import structlog
@@ -28,11 +28,15 @@ from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
 from orchestrator.seal import BodySeal, use_seal
 from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.reranking import FabricReranker
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
 from orchestrator.store.expiry import keep_deleting
 from orchestrator.tracing import OrchestratorTracing
+
+if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotItems
 
 log = structlog.get_logger()
 
@@ -69,17 +73,24 @@ async def serve(
         tracer = open_tracer(config.tracing, "orchestrator", name)
         tracing = None if tracer is None else OrchestratorTracing(tracer)
         edges, logs = Edges(config, name, trust, tracing=tracing), ResponseLogs()
-        kinds = job_kinds(config.orchestrator, database, contents, edges, logs, sealer, name, config.safety.audit_dir)
+        hot_items = _hot_items(config) if trust.has_secret else None
+        held = config.orchestrator, database, contents, edges, logs, sealer, name, config.safety.audit_dir
+        kinds = job_kinds(*held, hot_items=hot_items)
         runner = JobRunner(database, kinds, name)
         if trust.has_secret:  # without it, an edge does not know an orchestrator
             owned.append(tasks.create_task(edges.watch(), name="edges"))
             owned.append(tasks.create_task(runner.run(), name="jobs"))
-        searcher = Searcher(database, FabricEncoder(edges) if trust.has_secret else None)
-        held = database, config.orchestrator, contents, searcher, logs, runner.wake, sealer
+        rerank_model, rerank_seconds = config.orchestrator.rerank_model, config.orchestrator.rerank_seconds
+        searcher = Searcher(
+            database,
+            FabricEncoder(edges) if trust.has_secret else None,
+            FabricReranker(edges, rerank_model, rerank_seconds) if trust.has_secret and rerank_model else None,
+        )
+        served = database, config.orchestrator, contents, searcher, logs, runner.wake, sealer
         servicer = Servicer(
             orchestrator_service_pb2.DESCRIPTOR.services_by_name["OrchestratorService"],
             orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server,
-            OrchestratorServicer(*held, tracing=tracing),
+            OrchestratorServicer(*served, tracing=tracing, hot_items=hot_items),
         )
         try:
             options = sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
@@ -93,3 +104,14 @@ async def serve(
         finally:
             for task in owned:
                 task.cancel()
+            if hot_items is not None:
+                await hot_items.close()
+
+
+def _hot_items(config: KvloomConfig) -> HotItems | None:
+    """None where conversations are not copied."""
+    if not config.redis.url or not config.orchestrator.hot_conversation_seconds:
+        return None
+    from orchestrator.store.hot_items import HotItems  # only here, since it needs cryptography
+
+    return HotItems(config.redis, config.orchestrator.hot_conversation_seconds)

@@ -55,6 +55,7 @@ from orchestrator.search.searcher import Searcher
 from orchestrator.service.file_streams import write_file, write_part
 
 if TYPE_CHECKING:
+    from orchestrator.store.hot_items import HotItems
     from orchestrator.tracing import OrchestratorTracing
 
 ANSWER_SECONDS: Final = 10.0
@@ -87,10 +88,13 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
         sealer: StateSealer,
         clock: Callable[[], float] = time.time,
         tracing: OrchestratorTracing | None = None,
+        hot_items: HotItems | None = None,
     ) -> None:
         """`logs`: of the background responses at which this process works. `wake` is called when there is work.
-        `sealer`: for secrets. `tracing`: None where there are no traces."""
+        `sealer`: for secrets. `tracing`: None where there are no traces. `hot_items`: None where conversations are not
+        copied."""
         self._tracing = tracing
+        self._hot_items = hot_items
         self._database = database
         self._settings = settings
         self._contents = contents
@@ -194,7 +198,7 @@ class OrchestratorServicer(orchestrator_service_pb2_grpc.OrchestratorServiceServ
 
     def _call(self, owner: Owner, **more: Any) -> OperationCall:
         held = self._database, self._contents, self._searcher, self._texts, self._settings, self._sealer
-        return OperationCall(*held, owner.tenant, owner.key_id, self._clock(), **more)
+        return OperationCall(*held, owner.tenant, owner.key_id, self._clock(), hot_items=self._hot_items, **more)
 
     async def _answer(
         self, name: str, work: Coroutine[Any, Any, T], context: Any, answer_seconds: float | None = ANSWER_SECONDS

@@ -2,6 +2,8 @@
 
 objects.py  objects: add, find, list, change and delete
 items.py    the items of conversations and responses
+hot_items.py  copies of the items of conversations, in Redis
+hot_keys.py   the keys of these copies
 vector_files.py   the files of vector stores
 vector_chunks.py  the chunks of these, with their vectors
 pages.py    which part of a list a query wants

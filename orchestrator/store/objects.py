@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from orchestrator.database.schema import batch_lines, deliveries, items, jobs, objects, response_events, runs
+from orchestrator.database.schema import batch_lines, deliveries, hot_keys, items, jobs, objects, response_events, runs
 from orchestrator.seal import seal_of
 from orchestrator.store import vector_files
 from orchestrator.store.pages import Page, unknown_cursor
@@ -192,9 +192,9 @@ async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None
     waiting = sa.select(deliveries.c.id).where(deliveries.c.endpoint.in_(object_ids))
     await connection.execute(jobs.delete().where(jobs.c.id.in_(waiting)))
     await connection.execute(jobs.delete().where(jobs.c.id.in_(object_ids), jobs.c.kind == "batch"))
-    for column in (runs.c.response, response_events.c.response, deliveries.c.endpoint, batch_lines.c.batch):
+    owned = (runs.c.response, response_events.c.response, deliveries.c.endpoint, batch_lines.c.batch, items.c.parent)
+    for column in (*owned, hot_keys.c.conversation):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
-    await connection.execute(items.delete().where(items.c.parent.in_(object_ids)))
     told = [name(one) for one in object_ids for name in (feedback_id, generation_id)]
     await connection.execute(objects.delete().where(objects.c.id.in_([*object_ids, *told])))
 

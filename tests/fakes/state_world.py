@@ -17,11 +17,12 @@ import pytest
 from edge_http.orchestrator_link import OrchestratorLink
 from edge_http.tracing import EdgeTracing
 from kvloom.v1 import orchestrator_service_pb2_grpc
-from kvloom_common.config import KvloomConfig, OrchestratorConfig, RedisConfig, TracingConfig
+from kvloom_common.config import EdgeConfig, KvloomConfig, OrchestratorConfig, RedisConfig, TracingConfig
 from kvloom_common.database.database import Database
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.process.watched_files import following
+from kvloom_common.text.prompt_images import words_of
 from kvloom_common.tracing.tracer import open_tracer
 from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.trust.fabric_trust import NO_SECRET
@@ -34,9 +35,11 @@ from orchestrator.jobs.edges import Edges
 from orchestrator.jobs.runner import JobRunner
 from orchestrator.seal import NO_SEAL, BodySeal, use_seal
 from orchestrator.search.embedding import FabricEncoder
+from orchestrator.search.reranking import FabricReranker
 from orchestrator.search.searcher import Searcher
 from orchestrator.service.job_kinds import job_kinds
 from orchestrator.service.servicer import OrchestratorServicer
+from orchestrator.store.hot_items import HotItems
 from orchestrator.tracing import OrchestratorTracing
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.fake_control import OTHER_KEY, SEARCH_KEY, key_of, two_organisations
@@ -68,6 +71,8 @@ class StateWorld:
     seal: BodySeal = NO_SEAL
     audit_dir: str = ""
     tracing: OrchestratorTracing | None = None
+    hot_items: HotItems | None = None
+    searcher: Searcher | None = None
     now: float = 1_800_000_000.0
 
     @contextlib.asynccontextmanager
@@ -76,7 +81,7 @@ class StateWorld:
         edges = Edges(KvloomConfig(), name, NO_SECRET, self.fabric_address, self.tracing)
         logs = self.logs if name == "orchestrator" else ResponseLogs()
         held = self.settings, self.database, TenantContents(self.contents, self.seal)
-        kinds = job_kinds(*held, edges, logs, SEALER, name, self.audit_dir, lambda: self.now)
+        kinds = job_kinds(*held, edges, logs, SEALER, name, self.audit_dir, lambda: self.now, self.hot_items)
         runner = JobRunner(self.database, kinds, name, lambda: self.now, pause_seconds=0.01)
         async with following(edges):
             running = asyncio.create_task(runner.run())
@@ -87,10 +92,11 @@ class StateWorld:
                 await asyncio.gather(running, return_exceptions=True)
 
     def prompt(self, number: int = -1) -> str:
-        """The prompt of a request to the router."""
+        """The prompt of a request to the router, without its images."""
         model = self.edge.edge.models.by_name["tiny"]
         request = self.edge.link.requests[number].request
-        return model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        words = words_of(request.prompt_token_ids, request.submit.request.images, is_trusted=False)
+        return model.tokenizer.decode(words, skip_special_tokens=False)
 
 
 @contextlib.asynccontextmanager
@@ -102,10 +108,13 @@ async def state_world(
     link: FakeRouterLink | None = None,
     output: ParserSpec | None = None,
     traced: TracingConfig | None = None,
+    edge_config: EdgeConfig | None = None,
+    redis_url: str = "",
     **settings: Any,
 ) -> AsyncIterator[StateWorld]:
     """`more_models`: those that the edge has besides "tiny". `traced`: where edge and orchestrator send their spans.
-    `settings`: those of the orchestrator."""
+    `redis_url`: the Redis that has copies of conversations; "": there are none. `settings`: those of the
+    orchestrator."""
     whole = KvloomConfig(tracing=traced or TracingConfig())
     tracers = [open_tracer(whole.tracing, role, role) for role in ("edge", "orchestrator")]
     tracing = None if tracers[1] is None else OrchestratorTracing(tracers[1])
@@ -116,7 +125,7 @@ async def state_world(
             folder, [*two_organisations(), key_of(ADMIN_KEY, "acme/search", scopes=("inference", "admin"))]
         )
         edge = await stack.enter_async_context(
-            edge_world(link=link, callers=callers, output=output, more_models=more_models)
+            edge_world(edge_config, link=link, callers=callers, output=output, more_models=more_models)
         )
         await stack.enter_async_context(following(*filter(None, tracers)))
         edge.edge.tracing = None if tracers[0] is None else EdgeTracing(tracers[0])
@@ -128,9 +137,13 @@ async def state_world(
         logs = ResponseLogs()
         edges = Edges(KvloomConfig(), "searches", NO_SECRET, address)
         await stack.enter_async_context(following(edges))
-        searcher = Searcher(database, FabricEncoder(edges))
+        reranker = FabricReranker(edges, config.rerank_model, config.rerank_seconds) if config.rerank_model else None
+        searcher = Searcher(database, FabricEncoder(edges), reranker)
+        hot_items = HotItems(RedisConfig(url=redis_url), config.hot_conversation_seconds) if redis_url else None
+        if hot_items is not None:
+            stack.push_async_callback(hot_items.close)
         held = database, config, TenantContents(contents, seal), searcher, logs
-        servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now, tracing)
+        servicer = OrchestratorServicer(*held, lambda: None, SEALER, lambda: world.now, tracing, hot_items)
         orchestrator_service_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, CheckedServer(server))
         await server.start()
         stack.push_async_callback(server.stop, None)
@@ -151,6 +164,8 @@ async def state_world(
             logs=logs,
             seal=seal,
             tracing=tracing,
+            hot_items=hot_items,
+            searcher=searcher,
         )
         yield world
 
