@@ -12,6 +12,7 @@ supervisor.py  calls of the supervisor of this machine
 side_call.py   limits of calls that compute no answer
 tenant_usage.py   prices and budgets of callers, in a fabric with tenants
 orchestrator_link.py  asks the orchestrator for stored objects
+fetching.py    fetches files and images from URLs
 known_contexts.py  what it has told, for when it is away
 cells/         other cells that may have requests, and where they begin soonest
 sockets/       OpenAI's Responses API over WebSocket

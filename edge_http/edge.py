@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from edge_http.admission import Admission, EdgeSettings
 from edge_http.answers.answer import AnswerFeature
 from edge_http.answers.features import CacheUseHeaders, ReceiptDetails
+from edge_http.fetching import UrlFetcher
 from edge_http.metrics import EdgeMetrics
 from edge_http.offered_models import OfferedModels
 from edge_http.openai.responses.left_summaries import LeftSummaries
@@ -113,6 +114,8 @@ class Edge:
         """The file with the public keys of receipts; None: there are no receipts."""
         self.usage: TenantUsage | None = None
         """None without tenants."""
+        self.fetcher = UrlFetcher(edge.fetch_origins)
+        """Fetches files and images that requests name by URLs."""
         self.orchestrator: OrchestratorLink | None = None
         """None: nothing is stored."""
         self.state_sealer = StateSealer(b"")

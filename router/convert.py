@@ -171,6 +171,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         traceparent=request.traceparent,
         client_request_id=request.client_request_id,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
+        images=request.images,  # pyrefly: ignore[bad-argument-type]  (opaque to the core: each is a PromptImage)
         pooling=request.pooling,  # pyrefly: ignore[bad-argument-type]  (opaque to the core: a Pooling or None)
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
@@ -220,11 +221,17 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         model_checksum=info.model_checksum,
         card_checksum=info.card_checksum,
         embedding_size=info.embedding_size,
+        image_tokens=_image_tokens(info),
         engine=info.engine,
         role=info.role,
         yield_tokens=info.yield_tokens,
         reserves_output=info.reserves_output,
     )
+
+
+def _image_tokens(info: shard_service_pb2.ShardInfo) -> tuple[int, int] | None:
+    rule = info.image_tokens
+    return (rule.patch_pixels, rule.max_tokens) if rule.patch_pixels and rule.max_tokens else None
 
 
 def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
@@ -355,7 +362,9 @@ def fleet_to_proto(fleet: FleetChanged) -> router_service_pb2.FleetState:
 
 
 def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
+    rule = model.image_tokens
     return router_service_pb2.ModelInfo(
+        image_tokens=None if rule is None else generation_pb2.ImageTokens(patch_pixels=rule[0], max_tokens=rule[1]),
         name=model.name,
         num_ready_shards=model.num_ready_shards,
         max_model_len=model.max_model_len,

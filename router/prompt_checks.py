@@ -44,7 +44,11 @@ class PromptChecks:
         self._max_chars_now = min(most, self.max_prompt_tokens * MAX_CHARS_PER_TOKEN)
         self._max_tokens_now = min(most // CHARS_PER_TOKEN, self.max_prompt_tokens)
 
-    def check_tokens(self, token_ids: Sequence[int], model: ServedModel | None, field: str) -> None:
+    def check_tokens(
+        self, token_ids: Sequence[int], model: ServedModel | None, field: str, words: Sequence[int] = ()
+    ) -> None:
+        """`words`: those of them that stand for no image, if any does. Raises KvloomError."""
+        words = words or token_ids
         if not token_ids:
             raise invalid_argument(f"{field} must not be empty.", field)
         if len(token_ids) > self._max_tokens_now:
@@ -56,9 +60,9 @@ class PromptChecks:
                 field=field,
             )
         # The vocabularies of models without a card are not known here; their shards check the ids.
-        if model is not None and not _are_below(token_ids, model.tokenizer.vocab_size):
+        if model is not None and not _are_below(words, model.tokenizer.vocab_size):
             raise invalid_argument(
-                f"{field} holds {max(token_ids)}, but ids of this model are below {model.tokenizer.vocab_size}.", field
+                f"{field} holds {max(words)}, but ids of this model are below {model.tokenizer.vocab_size}.", field
             )
 
     def check_num_chars(self, num_chars: int, field: str) -> None:

@@ -26,6 +26,7 @@ from kvloom_common.access.kv_shares import CacheSalts
 from kvloom_common.conversation.model_output import parser_of
 from kvloom_common.kv_share import KvShare
 from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.prompt_images import words_of
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
 from router.continuation_tickets import ContinuationTickets, digest_of
@@ -112,6 +113,8 @@ class RequestBuilder:
         if wanted.HasField("objectives"):
             objectives = _objectives(wanted.objectives, scope)
         if wanted.HasField("pooling"):
+            if wanted.images:
+                raise unsupported("An embedding is one of tokens without images.", "images")
             pooling = _pooling(wanted.pooling, choices)
         name, adapter = self._model_and_adapter(wanted, model)
         request = Request(
@@ -121,6 +124,7 @@ class RequestBuilder:
             prompt_token_ids=prompt[0],
             prompt_text=prompt[1],
             choices=choices,
+            images=tuple(wanted.images),
             max_tokens=_max_tokens(stop, model) if pooling is None else 0,
             sampling=sampling,
             stop=stop,
@@ -244,7 +248,7 @@ def _share(
     return {"kv_share": kv_share_of(request.tenant)}
 
 
-def _usage(request: Request, submit: Submit, _wanted: GenerateRequest, model: ServedModel | None) -> Mapping[str, Any]:
+def _usage(request: Request, submit: Submit, wanted: GenerateRequest, model: ServedModel | None) -> Mapping[str, Any]:
     """Add what usage records need. What a client outside the fabric says of its answer changes none of it: it has an
     answer id. An answer whose form a guide dictates has no reasoning."""
     changes: dict[str, Any] = {}
@@ -262,7 +266,8 @@ def _usage(request: Request, submit: Submit, _wanted: GenerateRequest, model: Se
 
     if is_trusted:
         changes["num_ended_reasoning_tokens"] = min(submit.num_ended_reasoning_tokens, submit.num_ended_tokens)
-    changes["count_reasoning"] = ReasoningCounter(spec, model.tokenizer, request.prompt_token_ids)
+    words = words_of(request.prompt_token_ids, wanted.images, is_trusted=True)
+    changes["count_reasoning"] = ReasoningCounter(spec, model.tokenizer, words)
     return changes
 
 

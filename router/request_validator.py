@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvloom.adapters import Adapter, full_name
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD, check_guide
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import (
@@ -29,6 +29,7 @@ from kvloom_common.kv_share import KvShare
 from kvloom_common.models.model_routes import NO_ROUTES, ChosenRoute, ModelRoutes
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.spec import ParserSpec, ToolSchema
+from kvloom_common.text.prompt_images import words_of
 from router import convert
 from router.caller_scope import TRUSTED, CallerScope
 from router.continuation_tickets import ContinuationTickets
@@ -173,13 +174,17 @@ class RequestValidator:
         if scope.access is not None:
             scope.access.check_models((name,), self._models)
         model = self._models.get(name)
-        self._checks.check_tokens(token_ids, model, "prompt_token_ids")
+        words = token_ids
+        if wanted.images:
+            words = words_of(token_ids, wanted.images, is_trusted=scope is TRUSTED)
+            _check_images(wanted)
+        self._checks.check_tokens(token_ids, model, "prompt_token_ids", words)
         check_prompt_logprobs(sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._checks.check_num_chars(len(text), "prompt_text")
         if not text or scope is not TRUSTED:
             # Processes of the fabric send the text of which the tokens are made; that of others could be another one.
-            text = self._checks.screened(token_ids, model, name) if self._checks.needs_text() else text
+            text = self._checks.screened(words, model, name) if self._checks.needs_text() else text
         own, stop = with_seed(sampling, model), copied(wanted.stop)
         return self._builder.build(submit, wanted, (token_ids, text), choices, client_id, model, own, stop, scope)
 
@@ -243,6 +248,8 @@ class RequestValidator:
         sampling = with_seed(wanted.sampling, model)
         stop = copied(wanted.stop)
         plan, parser = NO_TOOLS, None
+        if wanted.images and wanted.WhichOneof("input") != "token_ids":
+            raise invalid_argument("images go only with token_ids, which have their tokens.", "images")
         if wanted.WhichOneof("input") == "conversation":
             if is_embedding:
                 raise invalid_argument("An embedding is one of text or token_ids, not of a conversation.", "pooling")
@@ -291,8 +298,12 @@ class RequestValidator:
                 return token_ids, wanted.text
             case "token_ids":
                 token_ids = wanted.token_ids.ids[:]
-                self._checks.check_tokens(token_ids, model, "token_ids.ids")
-                return token_ids, self._checks.screened(token_ids, model, wanted.model)
+                words = token_ids
+                if wanted.images:
+                    words = words_of(token_ids, wanted.images, is_trusted=False)
+                    _check_images(wanted)
+                self._checks.check_tokens(token_ids, model, "token_ids.ids", words)
+                return token_ids, self._checks.screened(words, model, wanted.model)
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
 
@@ -361,6 +372,13 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
     except ValueError as error:
         field = "packed_prompt_token_ids"
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
+
+
+def _check_images(wanted: GenerateRequest) -> None:
+    """Raises KvloomError (UNSUPPORTED_PARAMETER)."""
+    if wanted.sampling.HasField("prompt_logprobs"):
+        field = "sampling.prompt_logprobs"
+        raise unsupported(f"{field}: the tokens of images have no log-probabilities.", field)
 
 
 def _check_choices(submit: Submit) -> None:

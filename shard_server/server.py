@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import ImageTokens
 from kvloom.v1.model_card_pb2_grpc import add_ModelCardServiceServicer_to_server
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
@@ -183,7 +184,7 @@ class ShardServer:
         log.info("shard_started", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
 
     def _shard_info(self, info: EngineInfo) -> ShardInfo:
-        card, model = self._card, self._config.model
+        card, model, rule = self._card, self._config.model, info.image_tokens
         return ShardInfo(
             shard_id=self._shard_id,
             incarnation_id=self.incarnation_id,
@@ -198,6 +199,7 @@ class ShardServer:
             variant=info.variant,
             description=info.description,
             embedding_size=info.embedding_size,
+            image_tokens=None if rule is None else ImageTokens(patch_pixels=rule[0], max_tokens=rule[1]),
             role=self._config.shard.role,
             yield_tokens=info.yield_tokens,
             reserves_output=info.reserves_output,

@@ -18,8 +18,10 @@ from kvloom.v1.shard_service_pb2 import ShardSubmit
 from kvloom_common.class_rank import INTERACTIVE_RANK
 from kvloom_common.kv_share import KvShare
 from kvloom_common.text.block_hash import root_hash
+from kvloom_common.text.prompt_images import words_of
 from shard_server.engines.base import (
     Capability,
+    EngineImage,
     EngineInfo,
     EngineRequest,
     Guide,
@@ -58,7 +60,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     prompt = _prompt_of(submit)
     if not prompt:
         raise invalid_argument("The prompt is empty.", "prompt_token_ids")
-    _check_token_ids(prompt, info, "prompt_token_ids")
+    if submit.images and Capability.VISION not in info.capabilities:
+        raise unsupported(f"{info.model} sees no images here.", "images")
+    words = words_of(prompt, submit.images, is_trusted=True) if submit.images else prompt
+    if words:
+        _check_token_ids(words, info, "prompt_token_ids")
     root = root_hash(info.model, submit.adapter.checksum, submit.cache_salt)
     if submit.HasField("pooling"):
         return [_pooled_request(submit, prompt, info, serial, origin, root)]
@@ -85,11 +91,13 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     guide = guide_of(sampling, info.capabilities) if sampling.HasField("guide") else None
     kv_share = KvShare(submit.kv_share.owner, submit.kv_share.percent) if submit.HasField("kv_share") else None
     class_rank = submit.class_rank if submit.HasField("class_rank") else INTERACTIVE_RANK
+    images = [EngineImage(one.position, one.num_tokens, one.media_type, one.data) for one in submit.images]
     seed = sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
     return [
         EngineRequest(
             request_id=f"{submit.request_id}#{submit.attempt_id}.{choice.index}/{serial}",
             prompt_token_ids=prompt,
+            images=images,
             sampling=_sampling(sampling, choice_seed(seed, choice.index), logit_bias, choice),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
@@ -224,7 +232,7 @@ def _prompt_of(submit: ShardSubmit) -> list[int]:
         raise invalid_argument("packed_prompt_token_ids is torn.", "packed_prompt_token_ids") from error
 
 
-def _check_token_ids(token_ids: list[int], info: EngineInfo, field: str) -> None:
+def _check_token_ids(token_ids: Sequence[int], info: EngineInfo, field: str) -> None:
     largest = max(token_ids)
     if largest >= info.vocab_size:
         raise _unknown_token(largest, info, field)

@@ -134,6 +134,9 @@ UNSHOWN: Final[Mapping[str, str]] = {
     r"messages\[\]\.content\[\](\.content\[\])?\.(source\.(media_type|file_id|url)|file\..*)": (
         "names a file, whose text is screened in the prompt"
     ),
+    r"messages\[\]\.content\[\](\.content\[\])?\.(image_url(\..*)?|source)|images\[\]\..*": (
+        "an image, or names one: it is not screened"
+    ),
     r"tools\[\]\.FileSearchTool\..*": "says what is searched; what is found is screened in the prompt",
     r"(.*\.)?(type|role)": _KIND,
     r"include\[\]|context_management\..*": "says what is answered",

@@ -51,7 +51,8 @@ class MediaBlock(MessageBlock, kw_only=True):
 
 
 class ImageBlock(MediaBlock, kw_only=True, tag="image"):
-    pass
+    source: Any = None
+    """An object: `data`, a `url` or a `file_id`."""
 
 
 class AudioBlock(MediaBlock, kw_only=True, tag="audio"):

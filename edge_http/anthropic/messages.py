@@ -31,15 +31,16 @@ from kvloom.conversation.earlier import asked_message, omitted
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom_common.conversation.history import KnownCalls
+from kvloom_common.text.prompt_images import NO_MARKS, ImageMarks
 
 SEPARATOR: Final = "\n\n"
 ERROR_PREFIX: Final = "Error: "
 """Precedes the result of a call that failed; chat templates have no other way to say so."""
 
 
-def chat_messages(body: PromptBody) -> list[ChatMessage]:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field, for what the last message of
-    the user asks for."""
+def chat_messages(body: PromptBody, marks: ImageMarks = NO_MARKS) -> list[ChatMessage]:
+    """`marks`: those of images that the model sees. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that
+    names the field, for what the last message of the user asks for."""
     messages: list[ChatMessage] = []
     system = _system_text(body.system)
     if system:
@@ -49,9 +50,9 @@ def chat_messages(body: PromptBody) -> list[ChatMessage]:
     asked = asked_message([message.role for message in given])
     for role, blocks in _turns(given, asked):
         if role == "assistant":
-            messages += _assistant(blocks, calls)
+            messages += _assistant(blocks, calls, marks)
         else:
-            messages += _user(role, blocks, calls)
+            messages += _user(role, blocks, calls, marks)
     if is_continued(body):  # models continue text that ends with white space badly
         messages[-1] = messages[-1]._replace(content=messages[-1].content.rstrip())
     return messages
@@ -111,7 +112,7 @@ def _turns(messages: Sequence[MessagesTurn], asked: int | None) -> Iterator[tupl
     yield role, blocks
 
 
-def _assistant(blocks: Sequence[_Placed], calls: KnownCalls) -> list[ChatMessage]:
+def _assistant(blocks: Sequence[_Placed], calls: KnownCalls, marks: ImageMarks) -> list[ChatMessage]:
     """A turn of the assistant. The results of calls that another server answered within it divide it."""
     messages: list[ChatMessage] = []
     texts: list[str] = []
@@ -137,13 +138,13 @@ def _assistant(blocks: Sequence[_Placed], calls: KnownCalls) -> list[ChatMessage
                 text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
                 messages.append(calls.result(block.tool_use_id, None, text))
             case _:
-                texts.append(_kept_text(block))
+                texts.append(_kept_text(block, marks))
     if texts or thoughts or made or not messages:
         end_message()
     return messages
 
 
-def _user(role: str, blocks: Sequence[_Placed], calls: KnownCalls) -> list[ChatMessage]:
+def _user(role: str, blocks: Sequence[_Placed], calls: KnownCalls, marks: ImageMarks) -> list[ChatMessage]:
     """A turn of the user, or of the system. The results of calls are messages of their own."""
     messages: list[ChatMessage] = []
     texts: list[str] = []
@@ -157,10 +158,10 @@ def _user(role: str, blocks: Sequence[_Placed], calls: KnownCalls) -> list[ChatM
                 if texts:
                     messages.append(ChatMessage(role, _joined(texts)))
                     texts = []
-                messages.append(_result(block, calls))
+                messages.append(_result(block, calls, marks))
             case _:
-                text = _kept_text(block)
-                if is_asked and not (isinstance(block, DirectiveBlock) or _is_readable(block)):
+                text = _kept_text(block, marks)
+                if is_asked and not (isinstance(block, DirectiveBlock) or _is_readable(block) or id(block) in marks):
                     raise _refused(block, field, role)
                 texts.append(text)
     if texts or not messages:
@@ -168,9 +169,9 @@ def _user(role: str, blocks: Sequence[_Placed], calls: KnownCalls) -> list[ChatM
     return messages
 
 
-def _result(block: ToolResultBlock, calls: KnownCalls) -> ChatMessage:
+def _result(block: ToolResultBlock, calls: KnownCalls, marks: ImageMarks) -> ChatMessage:
     parts = block.content if isinstance(block.content, list) else ()
-    texts = [block.content] if isinstance(block.content, str) else [_kept_text(part) for part in parts]
+    texts = [block.content] if isinstance(block.content, str) else [_kept_text(part, marks) for part in parts]
     content = (ERROR_PREFIX if block.is_error else "") + _joined(texts)
     return calls.result(block.tool_use_id, None, content)
 
@@ -182,7 +183,7 @@ def _is_readable(block: ContentBlock) -> bool:
     return isinstance(block, SearchResultBlock | ToolReferenceBlock | CompactionBlock)
 
 
-def _kept_text(block: ContentBlock | ResultBlock) -> str:
+def _kept_text(block: ContentBlock | ResultBlock, marks: ImageMarks) -> str:
     """The text that stands for a block; "" for one that says nothing to a model that reads text."""
     match block:
         case TextBlock():
@@ -196,7 +197,7 @@ def _kept_text(block: ContentBlock | ResultBlock) -> str:
         case CompactionBlock():
             return block.content or ""
         case MediaBlock():
-            return omitted(kind_of(block))
+            return marks.get(id(block)) or omitted(kind_of(block))
         case _:
             return ""
 

@@ -24,6 +24,7 @@ summarizing.py  sums up what was left out of them
 compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued
 background.py  background responses
 file_inputs.py  files that requests give to the model, as their texts
+image_inputs.py  images that requests show to the model
 ownership.py   who owns stored objects
 stored_input.py  the stored objects that a response has to do with
 stored.py      responses that are stored: how they are kept and found

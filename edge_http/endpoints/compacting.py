@@ -128,7 +128,7 @@ async def _compacting_job(
         named = StoredResponsesBody(
             model=body.model, input=body.input or [], previous_response_id=body.previous_response_id
         )
-        stored = await stored_of(edge.orchestrator, owner_of(edge, request), named)
+        stored = await stored_of(edge.orchestrator, owner_of(edge, request), named, edge.fetcher)
     earlier, rest, _ = input_of(edge, request, given, stored)
     items = [*earlier, *([_user(rest)] if isinstance(rest, str) else rest)]
     asked = ResponsesBody(

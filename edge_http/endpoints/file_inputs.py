@@ -3,26 +3,38 @@ reads those that are no plain text."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import mimetypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from edge_http.anthropic.blocks import DocumentBlock, DocumentSource, ToolResultBlock
 from edge_http.anthropic.requests import MessagesTurn
+from edge_http.fetching import UrlFetcher
 from edge_http.openai.requests import Message
 from edge_http.orchestrator_link import OrchestratorLink
 from kvloom.conversation.earlier import asked_message
-from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.orchestrator_service_pb2 import Owner
 
 MAX_FILES: Final = 32
 READ_SECONDS: Final = 30.0
 MAX_NAME_CHARS: Final = 128
-_OF_CALLER: Final = (ErrorReason.ERROR_REASON_NOT_FOUND, ErrorReason.ERROR_REASON_INVALID_ARGUMENT)
+MAX_FETCHED_BYTES: Final = 8 * 2**20
+"""A file that is fetched from a URL has at most so many."""
+_OF_CALLER: Final = (
+    ErrorReason.ERROR_REASON_NOT_FOUND,
+    ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
+    ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
+    ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER,
+)
 _INPUT_FILE: Final = "input_file"
 
 
@@ -37,9 +49,11 @@ class FileInput(NamedTuple):
     set_text: Callable[[str], None]
 
 
-async def read_chat_files(link: OrchestratorLink, owner: Owner, messages: Sequence[Message]) -> None:
+async def read_chat_files(
+    link: OrchestratorLink, owner: Owner, messages: Sequence[Message], fetcher: UrlFetcher
+) -> None:
     """Raises KvloomError that names the field."""
-    await _read(link, owner, list(_chat_files(messages)))
+    await _read(link, owner, list(_chat_files(messages)), fetcher)
 
 
 def _chat_files(messages: Sequence[Message]) -> Iterator[FileInput]:
@@ -55,9 +69,11 @@ def _chat_files(messages: Sequence[Message]) -> Iterator[FileInput]:
             yield FileInput(f"messages[{number}].content[{i}].file", number == asked, part.file or {}, set_text)
 
 
-async def read_documents(link: OrchestratorLink, owner: Owner, messages: Sequence[MessagesTurn]) -> None:
+async def read_documents(
+    link: OrchestratorLink, owner: Owner, messages: Sequence[MessagesTurn], fetcher: UrlFetcher
+) -> None:
     """Raises KvloomError that names the field."""
-    await _read(link, owner, list(_documents(messages)))
+    await _read(link, owner, list(_documents(messages)), fetcher)
 
 
 def _documents(messages: Sequence[MessagesTurn]) -> Iterator[FileInput]:
@@ -87,7 +103,11 @@ def _document(block: DocumentBlock, at: str, *, is_asked: bool) -> Iterator[File
 
 
 async def read_item_files(
-    link: OrchestratorLink, owner: Owner, earlier: list[msgspec.Raw], given: str | list[msgspec.Raw]
+    link: OrchestratorLink,
+    owner: Owner,
+    earlier: list[msgspec.Raw],
+    given: str | list[msgspec.Raw],
+    fetcher: UrlFetcher,
 ) -> tuple[list[msgspec.Raw], str | list[msgspec.Raw]]:
     """The items with the texts of files in them; the same ones if there are no files. Raises KvloomError that
     names the field."""
@@ -109,7 +129,7 @@ async def read_item_files(
 
                 at = f"input[{number - len(earlier)}].{name}[{i}]"
                 files.append(FileInput(at, number == asked, dict(part), set_text))
-    await _read(link, owner, files)
+    await _read(link, owner, files, fetcher)
     for number, item in decoded.items():
         items[number] = msgspec.Raw(msgspec.json.encode(item))
     return items[: len(earlier)], given if isinstance(given, str) else items[len(earlier) :]
@@ -127,28 +147,37 @@ def _with_files(raw: msgspec.Raw) -> dict[str, Any] | None:
     return item if isinstance(item, dict) and isinstance(item.get("content", item.get("output")), list) else None
 
 
-async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput]) -> None:
+async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput], fetcher: UrlFetcher) -> None:
     """Raises KvloomError, but a file of the history that cannot be read is left as it is, for the note that says so."""
     if len(files) > MAX_FILES:
         raise invalid_argument(f"{files[MAX_FILES].at}: a request has at most {MAX_FILES} files.", files[MAX_FILES].at)
     for file in files:
-        try:
-            file.set_text(await _text_of(link, owner, file))
-        except KvloomError as error:
-            if error.reason not in _OF_CALLER or file.is_asked:
-                if error.field.startswith(file.at):
-                    raise
-                raise KvloomError(
-                    error.reason,
-                    f"{file.at}: {error.message}",
-                    field=file.at,
-                    retry_after_seconds=error.retry_after_seconds,
-                ) from error
+        with naming(file.at, is_asked=file.is_asked):
+            file.set_text(await _text_of(link, owner, file, fetcher))
 
 
-async def _text_of(link: OrchestratorLink, owner: Owner, file: FileInput) -> str:
+@contextlib.contextmanager
+def naming(at: str, *, is_asked: bool) -> Iterator[None]:
+    """Makes errors of what is read within the context name its place. Of the history, what the caller is at fault for
+    is no error: it is left out."""
+    try:
+        yield
+    except KvloomError as error:
+        if error.reason in _OF_CALLER and not is_asked:
+            return
+        if error.field.startswith(at):
+            raise
+        message = f"{at}: {error.message}"
+        raise KvloomError(error.reason, message, field=at, retry_after_seconds=error.retry_after_seconds) from error
+
+
+async def _text_of(link: OrchestratorLink, owner: Owner, file: FileInput, fetcher: UrlFetcher) -> str:
     """Raises KvloomError."""
-    file_id, data, name = (file.given.get(field) for field in ("file_id", "file_data", "filename"))
+    file_id, data, name, url = (file.given.get(field) for field in ("file_id", "file_data", "filename", "file_url"))
+    if isinstance(url, str) and url and not (file_id or data):
+        content, mime_type = await fetcher.fetch(url, file.at, MAX_FETCHED_BYTES)
+        data = f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
+        name = name or PurePosixPath(urlsplit(url).path).name
     if isinstance(file_id, str) and file_id:
         answer = await link.operate(owner, "readFileText", [file_id], seconds=READ_SECONDS)
     elif isinstance(data, str) and data:
@@ -159,9 +188,6 @@ async def _text_of(link: OrchestratorLink, owner: Owner, file: FileInput) -> str
             name += mimetypes.guess_extension(mime_type) or ""
         body = msgspec.json.encode({"filename": name, "data": content})
         answer = await link.operate(owner, "readFileText", [], body=body, seconds=READ_SECONDS)
-    elif file.given.get("file_url"):
-        message = f"{file.at}: files are not fetched from URLs. Upload the file, or send its content."
-        raise unsupported(message, file.at)
     else:
         raise invalid_argument(f"{file.at} has neither a file_id nor a content.", file.at)
     found = msgspec.json.decode(answer, type=_FileText)

@@ -12,6 +12,7 @@ from edge_http.answers.shape import REPEATS_USAGE, shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.file_inputs import read_chat_files
 from edge_http.endpoints.generation_job import GenerationJob
+from edge_http.endpoints.image_inputs import see_chat_images
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.moderating import moderation_of
@@ -55,6 +56,7 @@ from kvloom_common.conversation.model_output import prompted
 from kvloom_common.conversation.tool_plan import plan_tools
 from kvloom_common.models.model_routes import Feature
 from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.prompt_images import NO_MARKS
 
 MAX_OPTIONS_DEPTH: Final = 32
 
@@ -80,15 +82,19 @@ async def _chat_job(
     guide = with_calls(guide_of(body), plan, place.tools)
     max_tokens, max_tokens_field = chat_max_tokens(body)
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
-    messages, originals = chat_messages(body.messages), NOTHING_HIDDEN
+    seen = await see_chat_images(edge, request, body.messages, model)
+    messages, originals = chat_messages(body.messages, NO_MARKS if seen is None else seen.marks), NOTHING_HIDDEN
     if edge.config.masks_prompts:
         conversation = session_key(request, body.prompt_cache_key)
         messages, originals = await masked(edge, request, messages, body.guardrails, conversation, sampling)
     window = edge.models.generation_window(model.name)
     scope, options = edge.callers.cache_scope_of(request), template_options(body)
+    images, continues = None if seen is None else seen.images, is_continued(body)
     prompt, rendered = await chat_prompt(
-        messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=is_continued(body)
+        messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=continues, images=images
     )
+    if prompt.images and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs: the tokens of images have no log-probabilities.", "prompt_logprobs")
     if body.truncate_prompt_tokens is not None:
         prompt = truncated(prompt, body.truncate_prompt_tokens, window, max_tokens)
     if body.skip_special_tokens is False:
@@ -141,7 +147,7 @@ async def _stored_chat_job(
 ) -> GenerationJob:
     """Does what `_chat_job` does, for a completion that may be stored, and whose messages may have files."""
     assert edge.orchestrator is not None
-    await read_chat_files(edge.orchestrator, owner_of(edge, request), body.messages)
+    await read_chat_files(edge.orchestrator, owner_of(edge, request), body.messages, edge.fetcher)
     job = await _chat_job(edge, request, raw, body, model)
     if body.store:
         job.keep = keeping_chat(edge.orchestrator, owner_of(edge, request), raw, body.metadata, body.safety_identifier)

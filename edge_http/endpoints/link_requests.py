@@ -52,4 +52,6 @@ def _of_prompt(submit: Submit, prompt: PromptInput, name: str, number: int, coun
         own.CopyFrom(submit)
     own.request.request_id = name if count == 1 else f"{name}.{number}"
     own.prompt_text = prompt.text
+    if prompt.images:
+        own.request.images.extend(prompt.images)
     return LinkRequest(own, prompt.token_ids)

@@ -28,6 +28,7 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import read_prompt_body
 from edge_http.endpoints.file_inputs import read_documents
 from edge_http.endpoints.generation_job import GenerationJob
+from edge_http.endpoints.image_inputs import see_blocks
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.ownership import owner_of
@@ -51,6 +52,7 @@ from kvloom_common.models.model_routes import Feature
 from kvloom_common.models.served_model import ServedModel
 from kvloom_common.parsers.sniff import starts_in_reasoning
 from kvloom_common.parsers.spec import ParserSpec
+from kvloom_common.text.prompt_images import NO_MARKS
 
 
 class _Prepared(NamedTuple):
@@ -138,7 +140,8 @@ async def _prepared(
 ) -> _Prepared:
     """Raises KvloomError."""
     if edge.orchestrator is not None:
-        await read_documents(edge.orchestrator, owner_of(edge, request), body.messages)
+        await read_documents(edge.orchestrator, owner_of(edge, request), body.messages, edge.fetcher)
+    seen = await see_blocks(edge, request, body.messages, model)
     tools = tools_of(body)
     plan = plan_tools(
         tools.tools,
@@ -148,7 +151,7 @@ async def _prepared(
     )
     form = output_guide(body)
     guide = with_calls(form, plan, "tools")
-    chat, continues = chat_messages(body), is_continued(body)
+    chat, continues = chat_messages(body, NO_MARKS if seen is None else seen.marks), is_continued(body)
     if continues and (guide is not None or thinks(body)):
         message = "messages: an answer that begins with text cannot be one with a schema, a demanded call or thinking."
         raise invalid_argument(message, "messages")
@@ -164,6 +167,7 @@ async def _prepared(
         edge.models.generation_window(model.name),
         scope=scope,
         is_continued=continues,
+        images=None if seen is None else seen.images,
     )
     parser = None if form is not None and guide is form else prompted(plan.parser, rendered)
     if continues and parser is not None:

@@ -12,6 +12,7 @@ from edge_http.answers.shape import shape_of
 from edge_http.edge import Edge
 from edge_http.endpoints.file_search import search_headers
 from edge_http.endpoints.generation_job import GenerationJob
+from edge_http.endpoints.image_inputs import see_item_images
 from edge_http.endpoints.masking import NOTHING_HIDDEN, masked
 from edge_http.endpoints.moderating import moderation_of
 from edge_http.endpoints.shortening import Shortened, shortened
@@ -90,10 +91,12 @@ async def response_job(
     if stored is not None and stored.prompt is not None:
         earlier = [*stored.prompt.items, *earlier]
         instructions = stored.prompt.instructions if instructions is None else instructions
-    messages, originals = conversation(context[1], instructions, earlier, context[2]), NOTHING_HIDDEN
+    earlier, own, images = await see_item_images(edge, request, earlier, context[1], context[2], model)
+    messages, originals = conversation(own, instructions, earlier, context[2]), NOTHING_HIDDEN
     scope, cut = edge.callers.cache_scope_of(request), Shortened(())
     if body.truncation == "auto" and (window := edge.models.window(model.name)):
         room = window - (body.max_output_tokens or int(window * ANSWER_SHARE))
+        room -= 0 if images is None else images.num_tokens
         # A background response that is generated again must have the same prompt.
         cut = await shortened(edge, messages, plan.tools, model, room, scope, may_have_summary=run is None)
         messages = cut.messages
@@ -104,7 +107,7 @@ async def response_job(
         messages, originals = await masked(edge, request, messages, body.guardrails, named, sampling)
     for_template, window = template_options(body), edge.models.generation_window(model.name)
     prompt, rendered = await chat_prompt(
-        messages, plan.tools, for_template, model.tokenizer, window, "input", scope=scope
+        messages, plan.tools, for_template, model.tokenizer, window, "input", scope=scope, images=images
     )
     parser = prompted(plan.parser, rendered)
     echo = echo_of(body, given, model.default_sampling, None if stored is None else stored.echo)

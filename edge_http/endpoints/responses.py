@@ -17,6 +17,7 @@ from edge_http.endpoints.compacting import managed_job
 from edge_http.endpoints.file_search import searched
 from edge_http.endpoints.forking import fork
 from edge_http.endpoints.generation_job import GenerationJob
+from edge_http.endpoints.image_inputs import inline_item_images
 from edge_http.endpoints.model_choice import has_images, last_user_text
 from edge_http.endpoints.ownership import owner_of
 from edge_http.endpoints.preparing import prepare
@@ -75,7 +76,9 @@ async def _stored_job(
         whole = StoredInput([], body.input, state_echo(body))
         search = await searched(edge, request, body, model, is_run=True)
         return await response_job(edge, request, raw, body, model, whole, run, search=search)
-    stored = await stored_of(link, owner, body)
+    stored = await stored_of(link, owner, body, edge.fetcher)
+    if body.background:
+        stored.earlier, stored.input = await inline_item_images(edge, request, stored.earlier, stored.input, model)
     search = await searched(edge, request, body, model)
     try:
         job = await managed_job(edge, request, raw, body, model, stored, search)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from edge_http.endpoints.file_inputs import read_item_files
+from edge_http.fetching import UrlFetcher
 from edge_http.formatting.json_bytes import Json
 from edge_http.openai.responses.input_items import references_in
 from edge_http.openai.responses.requests import StoredResponsesBody
@@ -44,7 +45,9 @@ def context_headers(stored: StoredInput | None) -> Mapping[str, str]:
     return {CONTEXT: "last-known"} if stored is not None and stored.is_last_known else {}
 
 
-async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesBody) -> StoredInput:
+async def stored_of(
+    link: OrchestratorLink, owner: Owner, body: StoredResponsesBody, fetcher: UrlFetcher
+) -> StoredInput:
     """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT, ORCHESTRATOR_UNAVAILABLE)."""
     references = references_in(body.input)
     given: str | list[msgspec.Raw] = body.input or []
@@ -77,7 +80,7 @@ async def stored_of(link: OrchestratorLink, owner: Owner, body: StoredResponsesB
         if body.prompt is not None:
             prompt = rendered(context.prompt, body.prompt)
     own_items = _as_items(given)
-    read, given = await read_item_files(link, owner, earlier, given)
+    read, given = await read_item_files(link, owner, earlier, given, fetcher)
     return StoredInput(
         read,
         given,

@@ -5,26 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from edge_http.openai.requests import CalledFunction, ContentPart, Message, ToolCallBody, message_text
+from edge_http.openai.requests import (
+    CalledFunction,
+    ContentPart,
+    Message,
+    ToolCallBody,
+    message_text,
+)
 from kvloom.conversation.earlier import MEDIA, asked_message, omitted
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom_common.conversation.history import KnownCalls
+from kvloom_common.text.prompt_images import NO_MARKS, ImageMarks
 from kvloom_common.text.roles import template_role
 
 
-def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field: for a role that there is not,
-    and for what the last message of the user asks for."""
+def chat_messages(messages: Sequence[Message], marks: ImageMarks = NO_MARKS) -> list[ChatMessage]:
+    """`marks`: those of images that the model sees. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that
+    names the field: for a role that there is not, and for what the last message of the user asks for."""
     calls = KnownCalls()
     asked = asked_message([message.role for message in messages])
-    return [_message(message, number, calls, is_asked=number == asked) for number, message in enumerate(messages)]
+    return [
+        _message(message, number, calls, marks, is_asked=number == asked) for number, message in enumerate(messages)
+    ]
 
 
-def _message(message: Message, number: int, calls: KnownCalls, *, is_asked: bool) -> ChatMessage:
+def _message(message: Message, number: int, calls: KnownCalls, marks: ImageMarks, *, is_asked: bool) -> ChatMessage:
     role = template_role(message.role, f"messages[{number}].role")
     content = message.content
     if not isinstance(content, str):
-        content = message_text(message, number) if is_asked else _kept_text(content)
+        content = message_text(message, number, marks) if is_asked else _kept_text(content, marks)
     if role == "assistant":
         return _assistant(message, content, calls)
     if role == "tool":
@@ -66,12 +75,12 @@ def _arguments(function: CalledFunction) -> str:
     return given or "" if given is None or isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _kept_text(content: Sequence[ContentPart] | None) -> str:
+def _kept_text(content: Sequence[ContentPart] | None, marks: ImageMarks) -> str:
     """The text of a message of the history. Images and the like are noted, and other parts without a text left out."""
     texts: list[str] = []
     for part in content or ():
         if part.type in MEDIA:
-            texts.append(omitted(MEDIA[part.type]))
+            texts.append(marks.get(id(part)) or omitted(MEDIA[part.type]))
         else:
             texts.append(part.text or part.refusal or "")
     return "".join(texts)

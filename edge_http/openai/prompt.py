@@ -8,9 +8,11 @@ from typing import Any, Final, NamedTuple
 from edge_http.openai.requests import CompletionBody, Prediction, parts_text
 from edge_http.openai.sampling import check_text_size
 from kvloom.conversation.tools import Tool
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.sampling import MAX_PREDICTED_TOKENS
+from kvloom.v1.generation_pb2 import PromptImage
 from kvloom_common.conversation.prompt import conversation_prompt, num_written_chars
+from kvloom_common.text.prompt_images import PromptImages
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
@@ -24,6 +26,7 @@ class PromptInput(NamedTuple):
     """The text for the safety service. It is "" when the client sent token ids, which the router then decodes."""
     field: str
     """The position of the prompt in the body, e.g. "messages" or "prompt[3]"."""
+    images: Sequence[PromptImage] = ()
 
 
 async def chat_prompt(
@@ -36,20 +39,24 @@ async def chat_prompt(
     *,
     scope: str,
     is_continued: bool = False,
+    images: PromptImages | None = None,
 ) -> tuple[PromptInput, str]:
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known;
     `scope` is the caller's (see RequestCallers.cache_scope_of); `is_continued`: the last message is the beginning of
-    the answer. Returns the prompt and its rendered text. Raises KvloomError."""
+    the answer. `images`: those of which the messages have marks. Returns the prompt and its rendered text.
+    Raises KvloomError."""
     check_text_size(num_written_chars(messages, tools), max_model_len, field)
     token_ids, rendered = await conversation_prompt(
-        tokenizer, messages, tools, template_options, is_continued, scope=scope
+        tokenizer, messages, tools, template_options, is_continued, scope=scope, images=images
     )
-    return PromptInput(token_ids, rendered, field), rendered
+    return PromptInput(token_ids, rendered, field, () if images is None else images.placed), rendered
 
 
 def truncated(prompt: PromptInput, most: int, window: int, max_tokens: int | None) -> PromptInput:
     """The prompt with its last tokens only, at most so many; -1: as many as the window has besides the answer. Raises
-    KvloomError (INVALID_ARGUMENT)."""
+    KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER)."""
+    if prompt.images:
+        raise unsupported("truncate_prompt_tokens: a prompt with images is not cut.", "truncate_prompt_tokens")
     if most < -1 or most == 0:
         raise invalid_argument("truncate_prompt_tokens must be at least 1, or -1.", "truncate_prompt_tokens")
     if most == -1:

@@ -16,6 +16,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.errors import unsupported as unsupported_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.models.model_routes import MAX_CANDIDATES
+from kvloom_common.text.prompt_images import NO_MARKS, ImageMarks
 
 FallbackModels = Annotated[list[str], msgspec.Meta(max_length=MAX_CANDIDATES)] | None
 """OpenRouter's extension: the models that take the request, in this order, if `model` cannot."""
@@ -40,6 +41,8 @@ class ContentPart(OpenStruct, kw_only=True):
     """With type refusal: what the assistant said instead of an answer."""
     file: dict[str, Any] | None = None
     """With type file: `file_id`, or `file_data` and `filename`. Its text is what the model reads."""
+    image_url: str | dict[str, Any] | None = None
+    """With type image_url: `url`, a data: URL or an https: one."""
 
 
 class FunctionBody(OpenStruct, kw_only=True):
@@ -356,20 +359,21 @@ def decode_completion(
     return body
 
 
-def message_text(message: Message, number: int) -> str:
-    """Return the text of the message with that index in the body. Its parts are joined in order."""
+def message_text(message: Message, number: int, marks: ImageMarks = NO_MARKS) -> str:
+    """Return the text of the message with that index in the body, with the marks of images. Its parts are joined in
+    order."""
     content = message.content
     if isinstance(content, str):
         return content
     field = f"messages[{number}].content"
     if content is None:
         raise invalid_argument(f"{field} is missing.", field)
-    return parts_text(content, field)
+    return parts_text(content, field, marks)
 
 
-def parts_text(parts: Sequence[ContentPart], field: str) -> str:
+def parts_text(parts: Sequence[ContentPart], field: str, marks: ImageMarks = NO_MARKS) -> str:
     """Return the text of the parts, joined in order."""
-    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(parts))
+    return "".join(marks.get(id(part)) or _part_text(part, f"{field}[{i}]") for i, part in enumerate(parts))
 
 
 def _part_text(part: ContentPart, at: str) -> str:

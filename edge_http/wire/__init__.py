@@ -7,6 +7,7 @@ request_record.py   what is noted of a request, for its log lines and for the he
 cors.py             which web pages of other origins may read responses
 unknown_fields.py   what becomes of fields that are not known, and how the operator learns of them
 body.py             reads a JSON body within its limits
+image_content.py    checks images by the heads of their files
 large_body.py       writes a response body of many megabytes in pieces
 fair_yield.py       processes at most one long body per iteration of the event loop
 json_response.py    JSON responses and errors

@@ -89,6 +89,10 @@ class EdgeConfig(Section):
     cors_origins: list[str] = []
     """The origins of web pages that may use the API from a browser, e.g. "https://chat.example.com"; "*": all. Empty:
     only pages of the edge itself."""
+    fetch_origins: Annotated[list[str], Meta(max_length=64)] = []
+    """The origins from which files and images are fetched that requests name by URLs, e.g. "https://files.example.com";
+    "https://*": all with public addresses. One with http is of the operator's own network, and need not have a public
+    address. Empty: nothing is fetched."""
     api_docs: bool = True
     """True describes the API at /openapi.json and /docs, also to callers without an API key."""
     strict_fields: bool = False
@@ -124,5 +128,8 @@ class EdgeConfig(Section):
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin such as https://chat.example.com, nor *")
+        for origin in self.fetch_origins:
+            if origin == "*" or not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin such as https://files.example.com")
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ValueError("cors_origins has both * and single origins")

@@ -30,6 +30,9 @@ class SimConfig(Section):
     """Text with which every answer begins, for `kvloom-lab bench data-plane --compare tool-calls`."""
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 100.0
     """How long it takes to load an adapter."""
+    sees_images: bool = False
+    """True gives the engine the capability "vision": its answers then depend on the images of a prompt, as they do on
+    its words."""
     answer_seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     """Models with different ones answer the same prompt differently, so that a test can tell which one has answered."""
     shards_per_process: Annotated[PositiveInt, AT_START] = 1

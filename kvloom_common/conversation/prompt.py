@@ -13,6 +13,7 @@ from kvloom.conversation.tools import Tool
 from kvloom.text.chat_message import ChatMessage, ToolCall
 from kvloom_common.conversation.plain_messages import plain_messages
 from kvloom_common.text.chat_template import TemplateRejectionError
+from kvloom_common.text.prompt_images import PromptImages
 from kvloom_common.text.tokenizer import ModelTokenizer
 
 
@@ -24,24 +25,25 @@ async def conversation_prompt(
     is_continued: bool = False,
     *,
     scope: str | None = None,
+    images: PromptImages | None = None,
 ) -> tuple[array[int], str]:
     """The (token ids, rendered text). The text is what the safety service screens: it has every text that the model is
     shown, in whatever field it was written, beside its neighbours. `options`: further variables of the chat template,
     e.g. {"enable_thinking": False}. `is_continued`: the last message is the beginning of the answer. `scope`: as for
-    `ModelTokenizer.encode`. Raises KvloomError."""
+    `ModelTokenizer.encode`. `images`: those of which the messages have marks. Raises KvloomError."""
     template = tokenizer.template
     if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
         messages, tools = plain_messages(messages, tools), ()
     functions = [tool.as_function() for tool in tools]
     try:
-        return await tokenizer.encode_chat(messages, functions, options, is_continued, scope=scope)
+        return await tokenizer.encode_chat(messages, functions, options, is_continued, scope=scope, images=images)
     except TemplateRejectionError:
         if is_continued:
             raise
         for other, told in other_ways(messages, tools):
             functions = [tool.as_function() for tool in told]
             with contextlib.suppress(TemplateRejectionError):
-                return await tokenizer.encode_chat(other, functions, options, scope=scope)
+                return await tokenizer.encode_chat(other, functions, options, scope=scope, images=images)
         raise
 
 

@@ -16,6 +16,7 @@ _SERVICES: Final = (
     "cryptography",
     "grpc_health",
     "grpc_reflection",
+    "imagesize",
     "jinja2",
     "joserfc",
     "msgspec",

@@ -5,6 +5,7 @@ tokenization_cache.py  piecewise tokenizing of long texts, mostly from a cache
 tokenization_caches.py  a cache for each caller, in bounded memory
 public_pieces.py       the words that all callers' caches have in common
 special_tokens.py      keeps special tokens in a message's content plain text
+prompt_images.py       images in prompts, and the tokens that stand for them
 roles.py               the roles that messages may have
 chat_template.py       renders a conversation with the model's Jinja template
 bounded_template.py    a Jinja sandbox whose templates end

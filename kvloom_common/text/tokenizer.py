@@ -20,6 +20,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.limits.fair_threads import FairThreads
 from kvloom_common.process.cpu_affinity import use_every_cpu
 from kvloom_common.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
+from kvloom_common.text.prompt_images import PromptImages
 from kvloom_common.text.public_pieces import without_own_cache
 from kvloom_common.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom_common.text.token_bytes import TokenBytes
@@ -193,12 +194,13 @@ class ModelTokenizer:
         is_continued: bool = False,
         *,
         scope: str | None = None,
+        images: PromptImages | None = None,
     ) -> tuple[array[int], str]:
         """The (ids, text) of a conversation's prompt. `tools`: as the template expects them; `options`: further
         variables of the template; `is_continued`: the last message is the beginning of the answer; `scope`: as for
-        `encode`. Special-token strings in whatever a user can write stay plain text (see
-        kvloom_common/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER,
-        QUEUE_FULL)."""
+        `encode`; `images`: those of which the messages have marks. Special-token strings in whatever a user can write
+        stay plain text (see kvloom_common/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT,
+        UNSUPPORTED_PARAMETER, QUEUE_FULL)."""
         template = self._required_template()
         variables = message_variables(messages)
         if tools or max(map(len, variables), default=0) > NUM_PLAIN_VARIABLES:
@@ -212,10 +214,19 @@ class ModelTokenizer:
             text = continued_prompt(template, variables, tools, options)
         else:
             text = template.render_variables(variables, tools, options)
+        if images is not None:
+            texts, marks = images.split(text)
+            encoded = [await self._chat_ids(each, mark, scope) for each in texts]
+            return images.joined(encoded, marks), images.without_marks(text.replace(mark, "") if mark else text)
         if not mark:
             return await self.encode(text, scope=scope), text
+        return await self._chat_ids(text, mark, scope), text.replace(mark, "")
+
+    async def _chat_ids(self, text: str, mark: str, scope: str | None) -> array[int]:
+        if not mark:
+            return await self.encode(text, scope=scope)
         ids = await self._in_thread(scope, lambda: self._aliased_encoder().encode(text, mark))
-        return token_array(ids), text.replace(mark, "")
+        return token_array(ids)
 
     def _marked_everywhere(self, value: Any) -> tuple[Any, str]:
         """The JSON value with the special-token strings in all its texts broken up, and the mark that does it."""

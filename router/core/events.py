@@ -79,6 +79,8 @@ class Request(msgspec.Struct, frozen=True):
     """The most output tokens of one choice; None: the rest of the window."""
     sampling: object = None
     stop: object = None
+    images: Sequence[object] = ()
+    """Those of the prompt, which the core does not read: their tokens tell them apart."""
     pooling: object = None
     """Not None: it asks for the embedding of its prompt, and its max_tokens is 0. Not read by the core, either."""
     timeout_seconds: float = 0.0
@@ -215,6 +217,8 @@ class ShardDescription(msgspec.Struct, frozen=True):
     model_checksum: str = ""
     card_checksum: str = ""
     embedding_size: int = 0
+    image_tokens: tuple[int, int] | None = None
+    """The pixels of a patch, and the most tokens of an image; None: the shard sees no images."""
     engine: str = ""
     role: str = ""
     yield_tokens: int = 0

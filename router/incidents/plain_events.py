@@ -94,6 +94,7 @@ def without_content(request: Request, abilities: HandoffAbilities) -> Request:
     return msgspec.structs.replace(
         request,
         prompt_token_ids=range(len(request.prompt_token_ids)),
+        images=(),
         prompt_text=CHARACTER if request.prompt_text else "",
         choices=[
             msgspec.structs.replace(choice, output_token_ids=(0,) * len(choice.output_token_ids))

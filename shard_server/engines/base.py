@@ -70,6 +70,8 @@ class Capability(enum.StrEnum):
     """`EngineRequest.prefill_only` and `EngineRequest.handoff`."""
     HANDOFF_LOGPROBS = "handoff_logprobs"
     """Hand-offs of an engine with KV_HANDOFF and LOGPROBS have the logprobs of the first token."""
+    VISION = "vision"
+    """`EngineRequest.images`, with EngineInfo.image_tokens."""
     FAIR_PREFILL = "fair_prefill"
     """`EngineRequest.tenant`: within a class, prefill of the tenant that had least goes first, and that of another
     one gives way to it at the next step (prefill_order.py). Only with EngineInfo.yield_tokens."""
@@ -124,6 +126,9 @@ class EngineInfo:
     `EngineRequest.class_rank` (queue_order.py). 0 = the engine does not look at ranks."""
     reserves_output: bool = False
     """True when a sequence waits for KV blocks for all tokens that it may generate, not only for its prompt."""
+    image_tokens: tuple[int, int] | None = None
+    """With Capability.VISION: an image has a token for each patch of so many pixels squared, and at most so many
+    tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,6 +210,19 @@ class Pooling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EngineImage:
+    """An image of a prompt. In the prompt, token ids from 2**31 on stand for it, which follow from its content
+    (kvloom_common/text/prompt_images.py): whatever is kept by the prompt's tokens is kept by its images, too."""
+
+    position: int
+    """That of its first token in the prompt."""
+    num_tokens: int
+    media_type: str
+    data: bytes
+    """The file that the client has sent: its type and its size in pixels were checked, and nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate, or one prompt to embed."""
 
@@ -225,6 +243,8 @@ class EngineRequest:
     again."""
     num_expected_cached_tokens: int = 0
     """The tokens whose KV the router expects in the cache. Used only for the reported load while the sequence waits."""
+    images: Sequence[EngineImage] = ()
+    """In order. Set only for an engine with Capability.VISION."""
     root_hash: int = 0
     """The parent hash of the first block (kvloom_common.text.block_hash.root_hash). It keeps models and tenants apart
     in the cache."""

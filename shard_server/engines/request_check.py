@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvloom_common.text.prompt_images import words_of
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest
 
 
@@ -19,6 +20,11 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
             raise EngineError("an embedding needs an engine with that capability, and has no output tokens")
     elif len(request.output_token_ids) >= request.max_tokens:
         raise EngineError(f"all {request.max_tokens} output tokens have been emitted already")
-    for token_ids in (request.prompt_token_ids, request.output_token_ids):
+    prompt = request.prompt_token_ids
+    if request.images:
+        if Capability.VISION not in info.capabilities:
+            raise EngineError("images need an engine with that capability")
+        prompt = words_of(prompt, request.images, is_trusted=True)
+    for token_ids in (prompt, request.output_token_ids):
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
             raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")

@@ -75,6 +75,7 @@ _SCRIPTED: Final = frozenset(
     {Capability.GENERATE, Capability.PREFIX_CACHING, Capability.KV_SHARES, Capability.FAIR_PREFILL}
 )
 """The capabilities of an engine whose tokens do not follow from the prompt."""
+_IMAGE_TOKENS: Final = (28, 256)
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
 reset."""
@@ -112,7 +113,8 @@ class SimEngine:
             max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            capabilities=_SCRIPTED if stamps or opening else _CAPABILITIES - _unavailable(max_loaded_adapters),
+            capabilities=_SCRIPTED if stamps or opening else _capabilities(config, max_loaded_adapters),
+            image_tokens=_IMAGE_TOKENS if config.sim.sees_images else None,
             embedding_size=0 if stamps or opening else EMBEDDING_SIZE,
             yield_tokens=config.max_prefill_tokens_per_step,
             prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
@@ -510,8 +512,9 @@ class SimEngine:
         )
 
 
-def _unavailable(max_loaded_adapters: int) -> frozenset[Capability]:
-    return frozenset() if max_loaded_adapters else frozenset({Capability.ADAPTERS})
+def _capabilities(config: ShardConfig, max_loaded_adapters: int) -> frozenset[Capability]:
+    found = _CAPABILITIES if max_loaded_adapters else _CAPABILITIES - {Capability.ADAPTERS}
+    return found | {Capability.VISION} if config.sim.sees_images else found
 
 
 def _fire(timer: asyncio.Future[None]) -> None:

@@ -10,6 +10,7 @@ from tests.conformance.prefix_cache_suite import PrefixCacheSuite
 from tests.conformance.sampling_suite import SamplingSuite
 from tests.conformance.scheduling_suite import SchedulingSuite
 from tests.conformance.started_engines import BLOCK_SIZE, StartEngine
+from tests.conformance.vision_suite import VisionSuite
 
 
 class OrderSuite(SchedulingSuite, PrefixCacheSuite, KvShareSuite):
@@ -20,7 +21,7 @@ class ArithmeticSuite(PrefixCacheSuite, SamplingSuite, AdapterSuite, EmbeddingSu
     """What depends on how an engine computes: it is run once more for other weights."""
 
 
-class EngineSuite(OrderSuite, ArithmeticSuite):
+class EngineSuite(OrderSuite, ArithmeticSuite, VisionSuite):
     """A subclass defines `make_engine`, as in StartedEngines, and `adapter_path` if the engine takes adapters."""
 
     async def test_info_is_complete_once_started(self, start: StartEngine) -> None:

@@ -41,7 +41,7 @@ def engines(model_dir: Path, encoder_dir: Path) -> Mapping[str, Callable[[], Eng
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
         )
 
-    sim = ShardConfig(engine="sim", sim=SimConfig(step_ms=0))
+    sim = ShardConfig(engine="sim", sim=SimConfig(step_ms=0, sees_images=True))
     return {
         "torch": torch(),
         "torch, int8 weights": torch(weights="int8"),

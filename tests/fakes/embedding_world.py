@@ -43,8 +43,9 @@ class EmbeddingWorld:
         return [entry["embedding"] for entry in answer["data"]]
 
 
-def sim_engine(**fields: Any) -> tuple[Engine, ShardConfig]:
-    config = ShardConfig(engine="sim", sim=SimConfig(step_ms=1.0, prefill_tokens_per_second=1e6), **fields)
+def sim_engine(*, sees_images: bool = False, **fields: Any) -> tuple[Engine, ShardConfig]:
+    sim = SimConfig(step_ms=1.0, prefill_tokens_per_second=1e6, sees_images=sees_images)
+    config = ShardConfig(engine="sim", sim=sim, **fields)
     return SimEngine(MODEL, config, VOCABULARY, frozenset({2})), config
 
 

@@ -95,8 +95,9 @@ def next_prefill_chunk(
         return None
     if live.num_context_tokens >= candidate.num_blocks * candidate.block_size:
         return None  # it will be refused there
-    if live.request.pooling is not None or live.request.tier is SHADOW_TIER:
-        return None  # an embedding's tokens are computed again; a shadow gives way to all others anyway
+    if live.request.pooling is not None or live.request.images or live.request.tier is SHADOW_TIER:
+        # An embedding's tokens are computed again; an image is whole; a shadow gives way to all others anyway.
+        return None
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))
     if max_tokens is not None:

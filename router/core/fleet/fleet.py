@@ -24,6 +24,8 @@ GENERATE = "generate"
 SEEDED_RESUME = "seeded_resume"
 BATCH_INVARIANT = "batch_invariant"
 """Capabilities that decide whether an answer continues on a shard with the tokens that it would have had elsewhere."""
+VISION = "vision"
+"""The capability to read images."""
 HANDOFF_LOGPROBS = "handoff_logprobs"
 """The capability to hand over a prompt of an answer with log-probabilities."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -206,6 +208,8 @@ class ModelState(msgspec.Struct, frozen=True):
     """That of most of its shards."""
     embedding_size: int = 0
     """The dimensions of an embedding; 0: it gives none, or has no shard now."""
+    image_tokens: tuple[int, int] | None = None
+    """See ShardDescription: that of one of its shards, if it has the capability "vision"."""
     adapters: Sequence[FleetAdapter] = ()
     """By name."""
     is_withdrawn: bool = False
@@ -394,6 +398,7 @@ class Fleet:
                 variants=frozenset(shard.description.variant for shard in by_model.get(model, ())),
                 identity=known.identity,
                 embedding_size=max((shard.description.embedding_size for shard in by_model.get(model, ())), default=0),
+                image_tokens=_image_tokens(by_model.get(model, ()), known.capabilities),
                 adapters=known.adapters
                 if model in by_model
                 else [adapter._replace(num_ready_shards=0) for adapter in known.adapters],
@@ -403,6 +408,11 @@ class Fleet:
             for model, known in sorted(self._models.items())
         ]
         return FleetChanged(models, self.is_draining)
+
+
+def _image_tokens(shards: Sequence[Shard], capabilities: frozenset[str]) -> tuple[int, int] | None:
+    rules = [rule for shard in shards if (rule := shard.description.image_tokens) is not None]
+    return min(rules) if rules and VISION in capabilities else None
 
 
 def _identity(shards: Sequence[Shard]) -> ModelIdentity:

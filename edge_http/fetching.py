@@ -1,0 +1,81 @@
+"""Files and images that requests name by URLs are fetched from origins that the operator allows, and from no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import aiohttp
+
+from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom_common.transport.public_addresses import public_socket, split_url
+
+FETCH_SECONDS: Final = 5.0
+"""For everything, from the resolution of the name to the last byte."""
+MAX_FETCHES: Final = 32
+"""At a time, of one edge."""
+ANY_ORIGIN: Final = "https://*"
+
+
+class UrlFetcher:
+    """Follows no redirects, and uses no proxy. By https it connects to public addresses only, whatever a name resolves
+    to. Origins with http are of the operator's own network."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+        self._turns = asyncio.Semaphore(MAX_FETCHES)
+
+    async def fetch(self, url: str, at: str, max_bytes: int) -> tuple[bytes, str]:
+        """The content, and the type that the server says. `at`: the field that has the URL, which errors name. Raises
+        KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, REQUEST_TOO_LARGE)."""
+        is_private = self._check(url, at)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS), self._turns:
+                return await _content(url, at, max_bytes, is_private=is_private)
+        except TimeoutError as error:
+            raise invalid_argument(f"{at}: the URL has not answered within {FETCH_SECONDS:g} s.", at) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            message = f"{at}: the URL cannot be reached ({type(error).__name__})."
+            raise invalid_argument(message, at) from error
+
+    def _check(self, url: str, at: str) -> bool:
+        """True for an origin that need not have a public address."""
+        if not self._origins:
+            message = (
+                f"{at}: nothing is fetched from URLs here (edge.fetch_origins). Upload the file, or send its content."
+            )
+            raise unsupported(message, at)
+        try:
+            parts = split_url(url)
+        except ValueError as error:
+            raise invalid_argument(f"{at}: the URL cannot be used: {error}.", at) from error
+        origin = f"{parts.scheme}://{parts.netloc.lower()}"
+        if origin in self._origins:
+            return parts.scheme == "http"
+        if parts.scheme == "https" and ANY_ORIGIN in self._origins:
+            return False
+        raise unsupported(f"{at}: {origin} is no origin from which files are fetched (edge.fetch_origins).", at)
+
+
+async def _content(url: str, at: str, max_bytes: int, *, is_private: bool) -> tuple[bytes, str]:
+    """Raises KvloomError, aiohttp.ClientError, OSError and ValueError."""
+    connector = aiohttp.TCPConnector(force_close=True, socket_factory=None if is_private else public_socket)
+    headers = {"User-Agent": "kvloom", "Accept-Encoding": "identity"}
+    async with (
+        aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False) as http,
+        http.get(url, headers=headers, allow_redirects=False) as answer,
+    ):
+        if answer.status != 200:
+            raise invalid_argument(f"{at}: the URL has answered with status {answer.status}.", at)
+        if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise invalid_argument(f"{at}: the URL has answered with a compressed content.", at)
+        pieces, num_bytes = list[bytes](), 0
+        async for piece in answer.content.iter_any():
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                message = f"{at}: the URL has more than {max_bytes} bytes."
+                raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field=at)
+            pieces.append(piece)
+        return b"".join(pieces), answer.content_type
