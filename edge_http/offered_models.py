@@ -19,6 +19,7 @@ from kvloom_common.models.served_model import ServedModel, adapters_by_model
 
 GENERATE: Final = "generate"
 EMBED: Final = "embed"
+CROSS_ENCODE: Final = "cross_encode"
 """Capabilities; see ShardInfo.capabilities in shard_service.proto."""
 _CAPABILITIES: Final[Mapping[Feature, str]] = {"schema": "guided", "logprobs": "logprobs", "vision": "vision"}
 """The capabilities that shards must have for a feature. Tools are a matter of the prompt and of parsing."""
@@ -104,6 +105,11 @@ class OfferedModels:
         info = self.info(model.name)
         if info is not None and EMBED not in info.capabilities:
             raise unsupported(f"The model {model.name!r} gives no embeddings.", "model")
+        if info is not None and CROSS_ENCODE in info.capabilities:
+            if use:
+                return model
+            message = f"The model {model.name!r} compares two texts (POST /v1/rerank), and gives no embeddings."
+            raise unsupported(message, "model")
         if info is not None and use and use not in info.capabilities:
             message = (
                 f"The model {model.name!r} has no capability {use!r}: its embeddings were not trained to be compared."

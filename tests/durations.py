@@ -27,7 +27,7 @@ BUDGET_SECONDS: Final = {
     "tests/conformance": 50,
     "tests/e2e": 414,
     "tests/fuzz": 14,
-    "tests/integration": 534,
+    "tests/integration": 537,
     "tests/lab": 99,
     "tests/property": 64,
     "tests/unit": 141,

@@ -16,7 +16,7 @@ from edge_http.endpoints.answering import deliver_whole, read_prompt_body
 from edge_http.endpoints.embedding_body import EmbeddingJob, embedding_body
 from edge_http.endpoints.model_choice import NamesModels, pass_on, route_headers, share_key
 from edge_http.formatting.body_fields import FieldRules
-from edge_http.offered_models import EMBED, OfferedModels
+from edge_http.offered_models import CROSS_ENCODE, EMBED, OfferedModels
 from edge_http.resume.idempotent_answers import WholeBody
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.wire.body import digest_of
@@ -117,7 +117,11 @@ def _choose(
 
 def _may_embed(models: OfferedModels, model: ServedModel, use: str) -> bool:
     info = models.info(model.name)
-    return model.adapter is None and info is not None and {EMBED, use or EMBED}.issubset(info.capabilities)
+    if model.adapter is not None or info is None:
+        return False
+    if CROSS_ENCODE in info.capabilities:
+        return bool(use)
+    return {EMBED, use or EMBED}.issubset(info.capabilities)
 
 
 async def _routed_body(

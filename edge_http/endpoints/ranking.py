@@ -1,8 +1,9 @@
-"""POST /v1/rerank and POST /v1/score: how similar texts are, by the cosine of their embeddings."""
+"""POST /v1/rerank and POST /v1/score: how similar texts are, by the cosine of their embeddings, or by a cross-encoder,
+which reads each pair of them as one text."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -12,7 +13,8 @@ from edge_http.edge import Edge
 from edge_http.endpoints.embedding import EmbeddingApi, serve_embedding
 from edge_http.endpoints.embedding_body import EmbeddingJob
 from edge_http.formatting.json_bytes import Buffer, encode_json
-from edge_http.openai.embeddings import text_prompts
+from edge_http.offered_models import CROSS_ENCODE
+from edge_http.openai.embeddings import pair_prompts, text_prompts
 from edge_http.openai.ranking import (
     RerankBody,
     ScoreBody,
@@ -22,6 +24,7 @@ from edge_http.openai.ranking import (
     decode_score,
     document_fields,
     document_texts,
+    probability,
     rerank_response,
     score_response,
     text_fields,
@@ -51,6 +54,13 @@ async def _rerank_job(edge: Edge, request: web.BaseRequest, body: RerankBody, mo
     """Validate and tokenize a body. Raises KvloomError."""
     texts, fields = [body.query, *document_texts(body)], ["query", *document_fields(body)]
     scope = edge.callers.cache_scope_of(request)
+    if _is_cross_encoder(edge, model):
+        pairs = [(body.query, text) for text in texts[1:]]
+
+        def ranked(scores: Sequence[float], response_id: str, num_tokens: int) -> dict[str, Any]:
+            return rerank_response(body, scores, response_id, model.name, num_tokens)
+
+        return await _pairs_job(edge, request, model, pairs, fields[1:], ranked)
     prompts = await text_prompts(texts, fields, model.tokenizer, edge.models.window(model.name), scope=scope)
 
     async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
@@ -73,6 +83,15 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
     first, second = as_list(body.text_1), as_list(body.text_2)
     fields = [*text_fields(body.text_1, "text_1"), *text_fields(body.text_2, "text_2")]
     scope = edge.callers.cache_scope_of(request)
+    if _is_cross_encoder(edge, model):
+        count = max(len(first), len(second))
+        pairs = [(first[index % len(first)], second[index % len(second)]) for index in range(count)]
+        places = fields[len(first) :] if len(second) == count else fields[: len(first)]
+
+        def scored(scores: Sequence[float], response_id: str, num_tokens: int) -> dict[str, Any]:
+            return score_response(scores, response_id, model.name, num_tokens)
+
+        return await _pairs_job(edge, request, model, pairs, places, scored)
     prompts = await text_prompts(
         [*first, *second], fields, model.tokenizer, edge.models.window(model.name), scope=scope
     )
@@ -92,6 +111,31 @@ async def _score_job(edge: Edge, request: web.BaseRequest, body: ScoreBody, mode
     return EmbeddingJob(
         prompts, pieces, asked=headers_of(request), model=model, wanted=GenerateRequest(pooling=Pooling())
     )
+
+
+def _is_cross_encoder(edge: Edge, model: ServedModel) -> bool:
+    info = edge.models.info(model.name)
+    return info is not None and CROSS_ENCODE in info.capabilities
+
+
+async def _pairs_job(
+    edge: Edge,
+    request: web.BaseRequest,
+    model: ServedModel,
+    pairs: Sequence[tuple[str, str]],
+    fields: Sequence[str],
+    respond: Callable[[Sequence[float], str, int], dict[str, Any]],
+) -> EmbeddingJob:
+    """`respond` makes the response of the scores, its id and the number of tokens. Raises KvloomError."""
+    scope = edge.callers.cache_scope_of(request)
+    prompts = await pair_prompts(pairs, fields, model.tokenizer, edge.models.window(model.name), scope=scope)
+
+    async def pieces(inputs: EmbeddedInputs, response_id: str) -> AsyncIterator[Buffer]:
+        scores = [probability(vector) for vector in inputs.vectors]
+        yield encode_json(_with_details(respond(scores, response_id, inputs.num_prompt_tokens), inputs))
+
+    wanted = GenerateRequest(pooling=Pooling())
+    return EmbeddingJob(prompts, pieces, asked=headers_of(request), model=model, wanted=wanted)
 
 
 def _with_details(response: dict[str, Any], inputs: EmbeddedInputs) -> dict[str, Any]:

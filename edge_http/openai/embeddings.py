@@ -14,6 +14,7 @@ from edge_http.formatting.body_fields import LENIENT, NO_HEADERS, BodyReader, Fi
 from edge_http.formatting.json_bytes import encode_json
 from edge_http.openai.prompt import PromptInput, text_prompt, token_prompt
 from edge_http.openai.requests import Body, FallbackModels
+from edge_http.openai.sampling import check_text_size
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -111,6 +112,28 @@ async def text_prompts(
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > MAX_TOKENS:
             break  # `check_sizes` refuses it; the rest need not be tokenized
+    check_sizes(prompts, max_model_len)
+    return prompts
+
+
+async def pair_prompts(
+    pairs: Sequence[tuple[str, str]],
+    fields: Sequence[str],
+    tokenizer: ModelTokenizer,
+    max_model_len: int,
+    *,
+    scope: str,
+) -> list[PromptInput]:
+    """The prompts of pairs of texts, for a cross-encoder; `fields` are the places of the second ones. Raises
+    KvloomError."""
+    prompts: list[PromptInput] = []
+    for (first, second), field in zip(pairs, fields, strict=True):
+        if not (first and second):
+            raise invalid_argument(f"{field} must not be empty, nor what it is compared with.", field)
+        check_text_size(len(first) + len(second), max_model_len, field)
+        prompts.append(
+            PromptInput(await tokenizer.encode_pair(first, second, scope=scope), f"{first}\n{second}", field)
+        )
     check_sizes(prompts, max_model_len)
     return prompts
 

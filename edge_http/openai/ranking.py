@@ -102,6 +102,12 @@ def cosine(first: array[float], second: array[float]) -> float:
     return max(-1.0, min(1.0, math.fsum(map(mul, first, second))))
 
 
+def probability(logit: bytes) -> float:
+    """How likely a cross-encoder finds a pair relevant, by its logit."""
+    [value] = shortened(logit, None, normalize=False)
+    return 1.0 / (1.0 + math.exp(-max(-700.0, value)))
+
+
 def rerank_response(
     body: RerankBody, scores: Sequence[float], response_id: str, model: str, num_prompt_tokens: int
 ) -> dict[str, Any]:

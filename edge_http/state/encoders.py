@@ -8,7 +8,7 @@ from typing import Final
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.offered_models import EMBED, GENERATE
+from edge_http.offered_models import CROSS_ENCODE, EMBED, GENERATE
 from edge_http.state.bodies import VectorStoreBody
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -26,7 +26,9 @@ def encoder_of(edge: Edge, request: web.BaseRequest, body: VectorStoreBody) -> M
         able = {
             info.name
             for info in edge.link.fleet.models
-            if EMBED in info.capabilities and GENERATE not in info.capabilities and info.name in edge.models.by_name
+            if EMBED in info.capabilities
+            and {GENERATE, CROSS_ENCODE}.isdisjoint(info.capabilities)
+            and info.name in edge.models.by_name
         }
         usable = sorted(edge.models.usable(request, able))
         if not usable and any(edge.models.info(model.name) is None for model in edge.models.by_name.values()):

@@ -186,6 +186,19 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise invalid_argument("The text is not valid Unicode.") from error
 
+    async def encode_pair(self, first: str, second: str, *, scope: str | None = None) -> array[int]:
+        """The ids of two texts that are one prompt, with the special tokens around and between them, for a model that
+        compares them. Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
+
+        def encode() -> list[int]:
+            try:
+                return self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
+            except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
+                raise invalid_argument("The text is not valid Unicode.") from error
+
+        is_short = len(first) + len(second) <= MAX_INLINE_CHARS
+        return token_array(encode() if is_short else await self._in_thread(scope, encode))
+
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],

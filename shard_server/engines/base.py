@@ -34,6 +34,9 @@ class Capability(enum.StrEnum):
     RERANK = "rerank"
     SCORE = "score"
     """Both: the model was trained so that the cosine of two embeddings says how close the texts are in meaning."""
+    CROSS_ENCODE = "cross_encode"
+    """An engine with EMBED that reads two texts as one prompt, the second behind the first separator: its embedding is
+    one number, the logit of how relevant the second text is to the first. It is never scaled."""
     LOGPROBS = "logprobs"
     """`Sampling.num_logprobs`."""
     PENALTIES = "penalties"

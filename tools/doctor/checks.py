@@ -341,12 +341,13 @@ async def embeddings(session: EngineSession) -> str:
     size, prompt = session.engine.info.embedding_size, session.tokenizer.encode_now(TEXT, add_special_tokens=True)
     alone = _vector(await session.run(prompt, 0, pooling=Pooling()))
     need(len(alone) == size, f"the vector has {len(alone)} numbers instead of {size}")
-    length = math.hypot(*alone)
-    need(math.isclose(length, 1.0, rel_tol=1e-3), f"the vector has the length {length}")
+    if Capability.CROSS_ENCODE not in session.engine.info.capabilities:
+        length = math.hypot(*alone)
+        need(math.isclose(length, 1.0, rel_tol=1e-3), f"the vector has the length {length}")
     others = [session.submit(session.prompt_of(20, seed), 0, pooling=Pooling()) for seed in range(8)]
     beside = _vector(await session.run(prompt, 0, pooling=Pooling()))
     await session.until(lambda: all(other.end is not None for other in others), "the end of the other embeddings")
-    cosine = sum(map(operator.mul, alone, beside))
+    cosine = sum(map(operator.mul, alone, beside)) / (math.hypot(*alone) * math.hypot(*beside) or 1.0)
     need(cosine > MIN_COSINE, f"beside others it is another vector: the cosine is {cosine}")
     return f"{size} dimensions"
 

@@ -338,11 +338,14 @@ class TorchEngine:
             max_tokens_per_step=config.max_prefill_tokens_per_step,
             queue_order=config.queue_order,
             default_pooling=runner.default_pooling or PoolingKind.MEAN,
+            score=None if runner.score_head is None else runner.score_head.score,
         )
         speed = loop.warm_up(max_model_len)
         capabilities = {Capability.EMBED}
         if runner.is_sentence_model:
             capabilities |= _OF_SENTENCE_MODELS
+        if runner.score_head is not None:
+            capabilities.add(Capability.CROSS_ENCODE)
         if runner.batch_invariant:
             capabilities.add(Capability.BATCH_INVARIANT)
         self._info = EngineInfo(
@@ -358,7 +361,7 @@ class TorchEngine:
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             variant=runner.variant,
             description=f"{runner.description}, {speed.prefill_tokens_per_second:.0f} tok/s",
-            embedding_size=runner.hidden_size,
+            embedding_size=runner.hidden_size if runner.score_head is None else 1,
         )
         self._on_load_progress(f"engine: {self._info.description}")
         return_freed_memory()

@@ -30,6 +30,8 @@ class EncoderConfig:
     """The row of a text's first token: RoBERTa's families begin behind the one of padding."""
     num_token_types: int
     layer_norm_eps: float
+    is_cross_encoder: bool = False
+    """It judges two texts that are one, by a number of its first token."""
 
     @property
     def attention(self) -> AttentionConfig:
@@ -76,6 +78,16 @@ def _refuse_unsupported(content: dict[str, Any]) -> None:
         raise ValueError("this family is supported as an encoder only")
     if content.get("quantization_config"):
         raise ValueError("quantised weights are not supported")
+    if _classifies(content) and _num_labels(content) != 1:
+        raise ValueError("a model that classifies texts is supported with one label only, as a cross-encoder")
+
+
+def _classifies(content: dict[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in content.get("architectures") or ())
+
+
+def _num_labels(content: dict[str, Any]) -> int:
+    return content.get("num_labels") or len(content.get("id2label") or (0, 1))
 
 
 def _parse(content: dict[str, Any]) -> EncoderConfig:
@@ -93,6 +105,7 @@ def _parse(content: dict[str, Any]) -> EncoderConfig:
         first_position=0 if content["model_type"] == "bert" else padding + 1,
         num_token_types=positive(content, "type_vocab_size", 2),
         layer_norm_eps=float(content.get("layer_norm_eps", 1e-12)),
+        is_cross_encoder=_classifies(content),
     )
     if config.hidden_size % config.num_heads:
         raise ValueError("hidden_size must be a multiple of num_attention_heads")

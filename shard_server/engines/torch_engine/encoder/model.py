@@ -52,9 +52,10 @@ class EncoderModel:
             return linears.linear(torch.cat(matrices), torch.cat([take(f"{name}.bias") for name in names]))
 
         self._words = take("embeddings.word_embeddings.weight")
-        # Texts are never pairs: every token has the first type.
-        first_type = take("embeddings.token_type_embeddings.weight")[0]
-        self._positions = take("embeddings.position_embeddings.weight") + first_type
+        # Every token has the first type, but those of the second text of a pair.
+        types = take("embeddings.token_type_embeddings.weight")
+        self._positions = take("embeddings.position_embeddings.weight") + types[0]
+        self._second_type = types[1] - types[0] if config.is_cross_encoder and len(types) > 1 else None
         self.embedding_norm = norm("embeddings.LayerNorm")
         self.layers: list[EncoderLayer] = []
         for index in range(config.num_layers):
@@ -98,7 +99,13 @@ class EncoderModel:
         token_ids = [token_id for text in texts for token_id in text]
         positions = [position for text in texts for position in range(first, first + len(text))]
         x = torch.index_select(self._words, 0, torch.tensor(token_ids, device=self._device), out=out)
-        return x.add_(torch.index_select(self._positions, 0, torch.tensor(positions, device=self._device)))
+        x.add_(torch.index_select(self._positions, 0, torch.tensor(positions, device=self._device)))
+        if self._second_type is not None:
+            begin = 0
+            for text in texts:
+                x[begin + _first_size(text) : begin + len(text)].add_(self._second_type)
+                begin += len(text)
+        return x
 
     def _attend(self, qkv: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Each text by itself, so that its result does not depend on the others. Rows of padding become zero."""
@@ -114,3 +121,8 @@ class EncoderModel:
 
     def _normalise(self, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
         return F.layer_norm(x, norm[0].shape, *norm, self._config.layer_norm_eps)
+
+
+def _first_size(pair: Sequence[int]) -> int:
+    """The tokens of the first text of a pair, with its separator, which is also the pair's last token."""
+    return list(pair).index(pair[-1]) + 1

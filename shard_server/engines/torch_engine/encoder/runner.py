@@ -71,6 +71,8 @@ class EncoderRunner:
         if device.type == "cpu" and num_bytes + _OVERHEAD_BYTES > available_memory_bytes():
             raise EngineError(f"too little memory: the weights need {num_bytes / 2**30:.2f} GiB")
         weights = load_encoder_weights(model_dir, encoder, on_progress)
+        self.score_head = ScoreHead(weights) if encoder.is_cross_encoder else None
+        """That of a cross-encoder; None: the model gives embeddings."""
         if threads is not None:
             computes = _compiled(encoder, weights, config, threads, on_progress)
         else:
@@ -169,6 +171,31 @@ def _check_options(config: TorchConfig) -> None:
         raise EngineError(f"weights = {config.weights!r} is not supported for encoders: leave it at 'auto'")
 
 
+class ScoreHead:
+    """Makes a number of the hidden state of a pair's first token. It is small, and computes in float32."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        """Removes its own from the weights."""
+        names = ("dense.weight", "dense.bias", "out.weight", "out.bias")
+        self._dense, self._dense_bias, self._out, self._out_bias = (
+            weights.pop(f"{_HEAD}{name}").to(torch.float32, copy=True) for name in names
+        )
+
+    @torch.inference_mode()
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        """`states`: those of all tokens of a pair. Returns a logit [1]."""
+        inner = torch.tanh(self._dense @ states[0] + self._dense_bias)
+        return self._out @ inner + self._out_bias
+
+
+_HEAD: Final = "score_head."
+_HEAD_NAMES: Final = {
+    "pooler.dense.": f"{_HEAD}dense.",
+    "classifier.dense.": f"{_HEAD}dense.",
+    "classifier.out_proj.": f"{_HEAD}out.",
+    "classifier.": f"{_HEAD}out.",
+}
+"""The names in BERT's files and in RoBERTa's, and one for both."""
 _FAMILY_PREFIXES: Final = ("bert.", "roberta.")
 _LEFT_OUT: Final = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
 """Heads for other uses, and tables that follow from the configuration."""
@@ -179,7 +206,8 @@ def load_encoder_weights(
 ) -> dict[str, torch.Tensor]:
     """The tensors by their names without the family, mapped rather than read. Raises EngineError."""
     check = functools.partial(_check_left_out, model_dir, config)
-    return load_tensors(model_dir, expected_shapes(config), check, on_progress, _without_family)
+    named = _with_head if config.is_cross_encoder else _without_family
+    return load_tensors(model_dir, expected_shapes(config), check, on_progress, named)
 
 
 def expected_shapes(config: EncoderConfig) -> Mapping[str, tuple[int, ...]]:
@@ -207,6 +235,9 @@ def expected_shapes(config: EncoderConfig) -> Mapping[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.bias"] = (rows,)
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             shapes[f"{prefix}.{name}.weight"] = shapes[f"{prefix}.{name}.bias"] = (hidden,)
+    if config.is_cross_encoder:
+        shapes |= {f"{_HEAD}dense.weight": (hidden, hidden), f"{_HEAD}dense.bias": (hidden,)}
+        shapes |= {f"{_HEAD}out.weight": (1, hidden), f"{_HEAD}out.bias": (1,)}
     return shapes
 
 
@@ -215,6 +246,14 @@ def _without_family(name: str) -> str:
         name = name.removeprefix(prefix)
     # The names of TensorFlow, in old files.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _with_head(name: str) -> str:
+    name = _without_family(name)
+    for prefix, own in _HEAD_NAMES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _check_left_out(model_dir: Path, config: EncoderConfig, name: str) -> None:

@@ -21,7 +21,7 @@ from shard_server.engines.base import (
 )
 from shard_server.engines.queue_order import admission_rank
 from shard_server.engines.torch_engine.memory import is_out_of_memory
-from shard_server.engines.torch_engine.pooling import PooledPrompt
+from shard_server.engines.torch_engine.pooling import PooledPrompt, packed_vector
 from shard_server.engines.torch_engine.speed import StepSpeed
 
 MAX_SECONDS_PER_STEP: Final = 1.0
@@ -53,16 +53,19 @@ class EncoderLoop:
         max_tokens_per_step: int,
         queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
         default_pooling: PoolingKind = PoolingKind.MEAN,
+        score: Callable[[torch.Tensor], torch.Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """A step embeds at most `max_batch` texts of at most `max_tokens_per_step` tokens together, or one text.
-        `num_blocks` are reported as free, because texts leave nothing in memory."""
+        `num_blocks` are reported as free, because texts leave nothing in memory. `score`: what makes one number of the
+        hidden states of a text, instead of its embedding; None: there is none."""
         self._runner = runner
         self._num_blocks = num_blocks
         self._max_batch = max_batch
         self._max_tokens_per_step = max_tokens_per_step
         self._queue_order = queue_order
         self._default_pooling = default_pooling
+        self._score = score
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
         self._num_submitted = 0
@@ -148,9 +151,12 @@ class EncoderLoop:
         self._speed.add(sum(map(_size, batch)), self._clock() - begin, num_decoding=0)
 
     def _end(self, request: EngineRequest, states: torch.Tensor, queue_time_seconds: float) -> None:
-        pooled = PooledPrompt(request, self._default_pooling)
-        pooled.add(states, 0)
-        vector = pooled.vector()
+        if self._score is not None:
+            vector = packed_vector(self._score(states), normalize=False)
+        else:
+            pooled = PooledPrompt(request, self._default_pooling)
+            pooled.add(states, 0)
+            vector = pooled.vector()
         if vector is None:
             problem = "the model's hidden states are not finite"
             self._output.ends.append(SequenceEnd(request.request_id, SequenceFinishReason.ERROR, problem))
