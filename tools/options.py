@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +95,44 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     base = Path.cwd() if path is None else path.absolute().parent
     complete_paths(config, base)
     return config
+
+
+def given_as(name: str, kind: type[Any], *add_options: Callable[[F], F]) -> Callable[[F], F]:
+    """Give a command the values of several flags as one argument: `kind` is a dataclass whose fields have the names of
+    the flags' parameters."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)  # also click's parameters
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            values = {field: kwargs.pop(field) for field in fields}
+            return function(*args, **{name: kind(**values)}, **kwargs)
+
+        made: Any = wrapped
+        for add_option in add_options:
+            made = add_option(made)
+        return made
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class FabricFlags:
+    """The flags by which a command finds its fabric."""
+
+    data_dir: Path | None = None
+    config_file: Path | None = None
+
+    def load_config(self) -> KvloomConfig:
+        """Raises CommandError."""
+        return load_config_file(self.config_file)
+
+    def home(self) -> Path:
+        """The data directory. Raises CommandError."""
+        return choose_data_dir(self.data_dir, self.load_config())
+
+
+fabric_options: Final = given_as("fabric", FabricFlags, config_option, data_dir_option)
 
 
 def choose_data_dir(flag: Path | None, config: KvloomConfig) -> Path:

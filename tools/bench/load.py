@@ -9,7 +9,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from tools.bench.streams import MeasuredStream, numbered_prompt, open_session, play_one
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, fabric_options, option
 from tools.supervisor.state import RunFolder
 
 _MAX_REQUESTS: Final = 20_000
@@ -106,8 +105,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     help="An answer is good if its first token comes within this time.",
 )
 @option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-load", help="Draws the requests.")
-@config_option
-@data_dir_option
+@fabric_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def bench_load(
@@ -115,8 +113,7 @@ def bench_load(
     url: str | None,
     api_key: str | None,
     model: str | None,
-    config_file: Path | None,
-    data_dir: Path | None,
+    fabric: FabricFlags,
     as_json: bool,
     **sizes: Any,
 ) -> None:
@@ -131,7 +128,7 @@ def bench_load(
     if url is not None and not url.startswith(("http://", "https://")):
         raise click.UsageError("--url must begin with http:// or https://.")
     if url is None:
-        folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+        folder = RunFolder(fabric.home())
         url = folder.require_running().http_url
         if not url:
             raise CommandError("this machine has no edge: name another one's with --url")

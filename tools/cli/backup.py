@@ -16,7 +16,7 @@ import msgspec
 from kvloom_common.config import KvloomConfig
 from kvloom_common.private_file import make_private_folder, write_private_file
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, load_config_file, option
 from tools.supervisor.state import RunFolder
 
 MANIFEST: Final = "manifest.json"
@@ -42,21 +42,20 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@data_dir_option
-@config_option
-def backup(folder: Path, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def backup(folder: Path, fabric: FabricFlags) -> None:
     """Copy what control and the orchestrator store into a new FOLDER: tenants, keys, limits and usage; responses,
     conversations, files and batches.
 
     The fabric may run: each database is copied as it is at one time. The fabric's secret and the keys of receipts and
     audits are files, and stay out: keep them elsewhere.
     """
-    fabric = _Stored(data_dir, config_file)
+    stored = _Stored(fabric)
     if folder.exists() and any(folder.iterdir()):
         raise CommandError(f"{folder} is not empty: a backup gets a folder of its own")
     try:
         make_private_folder(folder)
-        parts = {name: fabric.run(name, folder) for name in fabric.services}
+        parts = {name: stored.run(name, folder) for name in stored.services}
         made_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         manifest = Manifest(made_at, importlib.metadata.version("kvloom"), parts)
         # The manifest is the last file: a folder without one is no backup.
@@ -70,34 +69,33 @@ def backup(folder: Path, data_dir: Path | None, config_file: Path | None) -> Non
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @option("--force", scope="restore", is_flag=True, help="Replace the data that is there.")
-@data_dir_option
-@config_option
-def restore(folder: Path, force: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def restore(folder: Path, force: bool, fabric: FabricFlags) -> None:
     """Write a backup back, with the version of kvloom that made it. The fabric must not run.
 
     Data that is there is not touched without --force. Kinds of databases may differ: what SQLite had, PostgreSQL gets.
     """
-    fabric = _Stored(data_dir, config_file)
+    stored = _Stored(fabric)
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise CommandError(f"{folder} is no complete backup: {MANIFEST}: {error}") from error
     if unknown := manifest.parts.keys() - set(SERVICES):
         raise CommandError(f"{folder / MANIFEST} names services that there are not: {', '.join(sorted(unknown))}")
-    if fabric.is_running:
+    if stored.is_running:
         raise CommandError("the fabric runs: stop it with `kvloom down`, and on every machine of its fleet")
-    _show({name: fabric.run(name, folder, part, force=force) for name, part in manifest.parts.items()})
+    _show({name: stored.run(name, folder, part, force=force) for name, part in manifest.parts.items()})
     print(f"restored the backup of {manifest.made_at}")
 
 
 class _Stored:
     """The databases of the fabric of a data directory."""
 
-    def __init__(self, data_dir: Path | None, config_file: Path | None) -> None:
-        given = load_config_file(config_file)
-        self._folder = RunFolder(choose_data_dir(data_dir, given))
+    def __init__(self, fabric: FabricFlags) -> None:
+        given = fabric.load_config()
+        self._folder = RunFolder(choose_data_dir(fabric.data_dir, given))
         running = self._folder.config_path
-        self._config_file = running if config_file is None and running.exists() else config_file
+        self._config_file = running if fabric.config_file is None and running.exists() else fabric.config_file
         self._config: KvloomConfig = given if self._config_file is None else load_config_file(self._config_file)
 
     @property

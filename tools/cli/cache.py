@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Final
 
 import click
@@ -17,7 +16,7 @@ from kvloom_common.discovery.registry import RouterRegistry
 from tools.cli.running import running_folder
 from tools.fabric_trust import trust_of
 from tools.failures import CommandError
-from tools.options import config_option, data_dir_option, option
+from tools.options import FabricFlags, fabric_options, option
 
 TIMEOUT_SECONDS: Final = 10.0
 
@@ -29,15 +28,14 @@ def cache() -> None:
 
 @cache.command()
 @option("--tenant", scope="cache", metavar="ORGANISATION/PROJECT", help="Only the answers that this tenant can get.")
-@data_dir_option
-@config_option
-def clear(tenant: str | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def clear(tenant: str | None, fabric: FabricFlags) -> None:
     """Forget the answers that the routers of the fleet keep, and those that are being generated now.
 
     A change of a model, an adapter or the safety policy needs no clearing. Exits with 1 if a router could not be
     reached.
     """
-    folder = running_folder(data_dir, config_file)
+    folder = running_folder(fabric)
     try:
         config = load_config(folder.config_path)
     except ConfigError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import click
 
@@ -16,9 +15,9 @@ from kvloom.errors import KvloomError
 from kvloom.text.chat_message import ChatMessage
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
 from kvloom_common.process.cancellation import raise_if_cancelled
-from tools.cli.router_client import Routers, choose_routers, client_options, first_model
+from tools.cli.router_client import RouterFlags, Routers, client_options, first_model
 from tools.failures import CommandError
-from tools.options import config_option, data_dir_option, option
+from tools.options import option
 
 HELP_LINE = "Type a message. Ctrl-C stops an answer, /new starts a new conversation, Ctrl-D quits."
 INTERRUPTED_STATUS = 130
@@ -39,8 +38,6 @@ INTERRUPTED_STATUS = 130
     "--seed", scope="chat", type=click.IntRange(0, 2**64 - 1), help="The seed. The same seed gives the same answer."
 )
 @client_options
-@data_dir_option
-@config_option
 def chat(
     prompt: str | None,
     model: str | None,
@@ -48,19 +45,14 @@ def chat(
     max_tokens: int | None,
     temperature: float | None,
     seed: int | None,
-    router_address: str | None,
-    api_key: str | None,
-    tls: bool,
-    tls_ca: Path | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    reach: RouterFlags,
 ) -> None:
     """Stream the answer to PROMPT, or hold a conversation if there is no PROMPT.
 
     The answer is printed to stdout. The time to first token, the speed, the shard and the cached tokens are printed to
     stderr.
     """
-    routers = choose_routers(router_address, data_dir, config_file, api_key=api_key, tls=tls, tls_ca=tls_ca)
+    routers = reach.routers()
     with asyncio.Runner() as runner:
         client = runner.run(_connect(routers))
         try:

@@ -10,9 +10,9 @@ import click
 
 from kvloom.client.client import Client
 from kvloom.errors import KvloomError
-from tools.cli.router_client import choose_routers, client_options, first_model
+from tools.cli.router_client import RouterFlags, client_options, first_model
 from tools.failures import CommandError
-from tools.options import config_option, data_dir_option, option
+from tools.options import option
 from tools.receipts.collect import collected
 
 
@@ -36,23 +36,16 @@ from tools.receipts.collect import collected
 )
 @option("--seed", scope="receipts", type=click.IntRange(0, 2**32), default=0, show_default=True, help="Draws prompts.")
 @client_options
-@data_dir_option
-@config_option
 def collect_receipts(
     out: Path,
     count: int,
     model: str | None,
     max_tokens: int,
     seed: int,
-    router_address: str | None,
-    api_key: str | None,
-    tls: bool,
-    tls_ca: Path | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    reach: RouterFlags,
 ) -> None:
     """Ask a running fabric for short answers, and keep their receipts: `verify` then checks a sample of them."""
-    routers = choose_routers(router_address, data_dir, config_file, api_key=api_key, tls=tls, tls_ca=tls_ca)
+    routers = reach.routers()
 
     async def run() -> int:
         num_receipts = 0

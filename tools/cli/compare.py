@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import AsyncIterator
@@ -13,9 +14,9 @@ import click
 import psutil
 
 from kvloom.client.client import Client
-from tools.cli.router_client import choose_routers, client_options
+from tools.cli.router_client import RouterFlags, client_options
 from tools.models.comparison import Comparison, ComparisonPlan, compare, fetched_model, lines, report
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import choose_data_dir, option
 from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 
@@ -62,8 +63,6 @@ EXIT_WORSE = 5
 )
 @option("--json", "as_json", scope="models", is_flag=True, help="Print one JSON object.")
 @client_options
-@data_dir_option
-@config_option
 def compare_models(
     model: str,
     candidate: str,
@@ -73,12 +72,7 @@ def compare_models(
     threshold: float,
     concurrency: int,
     as_json: bool,
-    router_address: str | None,
-    api_key: str | None,
-    tls: bool,
-    tls_ca: Path | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    reach: RouterFlags,
 ) -> None:
     """Have MODEL answer prompts, and CANDIDATE say how likely it finds the answers.
 
@@ -93,9 +87,9 @@ def compare_models(
         click.echo(f"  {text}", err=True)
 
     async def measure() -> Comparison:
-        async with _fabric(data_dir, config_file, router_address) as folder:
+        async with _fabric(reach) as folder:
             where = None if folder is None else folder.data_dir
-            routers = choose_routers(router_address, where, None, api_key=api_key, tls=tls, tls_ca=tls_ca)
+            routers = dataclasses.replace(reach, data_dir=where, config_file=None).routers()
             address, open_channel = routers.any_address, routers.open_channel
             async with Client(address, open_channel=open_channel) as client:
                 return await compare(
@@ -113,16 +107,14 @@ def compare_models(
 
 
 @contextlib.asynccontextmanager
-async def _fabric(
-    data_dir: Path | None, config_file: Path | None, router_address: str | None
-) -> AsyncIterator[RunFolder | None]:
+async def _fabric(reach: RouterFlags) -> AsyncIterator[RunFolder | None]:
     """The fabric that runs, or one that is started for the measurement; None: one somewhere else."""
-    if router_address is not None:
+    if reach.router_address is not None:
         yield None
         return
-    config = load_config_file(config_file)
-    running = RunFolder(choose_data_dir(data_dir, config))
-    if config_file is None or running.read_running() is not None:
+    config = reach.load_config()
+    running = RunFolder(choose_data_dir(reach.data_dir, config))
+    if reach.config_file is None or running.read_running() is not None:
         running.require_running()
         yield running
         return

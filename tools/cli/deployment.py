@@ -25,7 +25,7 @@ from kvloom_common.discovery.redis_client import redis_client
 from tools.doctor.findings import DoctorFinding, show
 from tools.fleet.members import FleetAccess
 from tools.fleet.view import FleetView, with_loads
-from tools.options import config_option, data_dir_option, option
+from tools.options import FabricFlags, fabric_options, option
 
 MAX_RESTARTS: Final = 3
 """A process that its supervisor has started more often is in trouble."""
@@ -42,15 +42,14 @@ REDIS_SECONDS: Final = 5.0
 
 @click.command()
 @option("--json", "as_json", scope="doctor_deployment", is_flag=True, help="Print one JSON array.")
-@data_dir_option
-@config_option
-def doctor_deployment(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def doctor_deployment(as_json: bool, fabric: FabricFlags) -> None:
     """Check a running fleet: machines and processes, models, versions, Redis, databases, disk, clocks and certificates,
     and say what to do.
 
     The exit status is 1 if a check fails. Warnings are what will fail, or what only you can judge.
     """
-    fleet = FleetAccess.open(data_dir, config_file)
+    fleet = FleetAccess.open(fabric)
     show(asyncio.run(_examine(fleet)), as_json=as_json)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 from typing import Final
 
 import click
@@ -17,7 +16,7 @@ from kvloom.v1.shard_service_pb2 import DrainRequest
 from tools.failures import CommandError
 from tools.fleet.members import FleetAccess
 from tools.fleet.view import REGISTERED
-from tools.options import Seconds, config_option, data_dir_option, option
+from tools.options import FabricFlags, Seconds, fabric_options, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.supervised_process import ProcessState
 
@@ -45,14 +44,12 @@ _LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, 
     metavar="TIME",
     help="SHARD has to be empty by then, as in 5s: what will not end in time moves before, one request after another.",
 )
-@data_dir_option
-@config_option
+@fabric_options
 def drain(
     shard: str,
     deadline_seconds: float | None,
     within: float | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
 ) -> None:
     """Send no new requests to SHARD (a name in `kvloom status`), and return when it has no requests left.
 
@@ -62,7 +59,7 @@ def drain(
     if deadline_seconds is not None and within is not None:
         raise click.UsageError("give --deadline-seconds or --within")
     request = DrainRequest(draining=True, deadline_seconds=deadline_seconds, empty_within_seconds=within)
-    fleet = FleetAccess.open(data_dir, config_file)
+    fleet = FleetAccess.open(fabric)
     asyncio.run(_warn_of_last(shard, fleet))
     asyncio.run(_drain(shard, fleet, request))
     print(f"{shard} is drained")
@@ -79,25 +76,23 @@ def drain(
     metavar="TIME",
     help="SHARD ends by then at the latest, as in 5s.",
 )
-@data_dir_option
-@config_option
-def scale_in(shard: str, within: float, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def scale_in(shard: str, within: float, fabric: FabricFlags) -> None:
     """End SHARD (a name in `kvloom status`, on any machine of the fleet) for good, without ending a stream.
 
     What will not end in time moves to other shards, one request after another. Without another shard, running requests
     are held until one comes. Returns when the process has ended; it is not restarted. It cannot be taken back.
     """
-    asyncio.run(_scale_in(shard, FleetAccess.open(data_dir, config_file), within))
+    asyncio.run(_scale_in(shard, FleetAccess.open(fabric), within))
     print(f"{shard} has ended")
 
 
 @click.command()
 @click.argument("shard")
-@data_dir_option
-@config_option
-def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def undrain(shard: str, fabric: FabricFlags) -> None:
     """Send requests to SHARD (a name in `kvloom status`) again."""
-    asyncio.run(_undrain(shard, FleetAccess.open(data_dir, config_file)))
+    asyncio.run(_undrain(shard, FleetAccess.open(fabric)))
     print(f"{shard} takes requests again")
 
 

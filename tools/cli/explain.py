@@ -27,9 +27,9 @@ from kvloom.v1.router_service_pb2 import (
 )
 from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from kvloom_common.overview.time_parts import where_time_went
-from tools.cli.router_client import Routers, choose_routers, client_options, first_model
+from tools.cli.router_client import RouterFlags, Routers, client_options, first_model
 from tools.failures import CommandError
-from tools.options import config_option, data_dir_option, option
+from tools.options import option
 
 MAX_WIDTH: Final = 1000
 
@@ -50,8 +50,6 @@ MAX_WIDTH: Final = 1000
 @option("--request-id", scope="explain", metavar="ID", help="Show why this request was placed on its shard.")
 @option("--json", "as_json", scope="explain", is_flag=True, help="Print one JSON object.")
 @client_options
-@data_dir_option
-@config_option
 def explain(
     prompt: str | None,
     raw: bool,
@@ -60,12 +58,7 @@ def explain(
     model: str | None,
     request_id: str | None,
     as_json: bool,
-    router_address: str | None,
-    api_key: str | None,
-    tls: bool,
-    tls_ca: Path | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    reach: RouterFlags,
 ) -> None:
     """Show every shard as the router sees it for a request: the overlap, the queue, the predicted time to first token,
     each term of the cost, why a shard is filtered out, which one is picked, and the regret of this choice.
@@ -84,7 +77,7 @@ def explain(
         options["text"] = prompt
     elif prompt is not None:
         options["messages"] = [{"role": "user", "content": prompt}]
-    routers = choose_routers(router_address, data_dir, config_file, api_key=api_key, tls=tls, tls_ca=tls_ca)
+    routers = reach.routers()
     answer = asyncio.run(_ask_any(routers, request_id, options))
     if as_json:
         _print_json(answer)

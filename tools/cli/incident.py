@@ -12,7 +12,7 @@ from kvloom_common.private_file import write_private_file
 from router.incidents.bundle import read_runs
 from router.incidents.recorded_core import FOLDER
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, fabric_options, option
 
 
 @click.group()
@@ -31,15 +31,14 @@ def incident() -> None:
     show_default=True,
     help="The run of the log, counted from the end: a router that starts again begins one, and so does a gap.",
 )
-@data_dir_option
-@config_option
-def capture(bundle: Path, router: str, run: int, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def capture(bundle: Path, router: str, run: int, fabric: FabricFlags) -> None:
     """Write the last events of a router of this machine to the file BUNDLE. The router runs on.
 
     It has no prompts and no answers, but block hashes and the names of sessions. `kvloom-lab dst --replay BUNDLE`
     decides all of it again.
     """
-    folder = choose_data_dir(data_dir, load_config_file(config_file)) / FOLDER
+    folder = fabric.home() / FOLDER
     paths = [folder / f"{router}.jsonl.1", folder / f"{router}.jsonl"]
     contents = [path.read_bytes().splitlines() for path in paths if path.is_file()]
     try:

@@ -15,7 +15,7 @@ from kvloom_common.config import ConfigError, load_config
 from kvloom_common.private_file import make_private_folder
 from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, option
 from tools.supervisor.state import RunFolder
 
 KEYS_FILE: Final = "api_keys"
@@ -55,15 +55,14 @@ file_option = option(
 @keys.command()
 @click.argument("name")
 @file_option
-@data_dir_option
-@config_option
-def add(name: str, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def add(name: str, file: Path | None, fabric: FabricFlags) -> None:
     """Make a key for NAME in the file and print it. It cannot be shown again, because the file has its hash only.
 
     A name may have several keys: add the new one, give it to its user, then remove the old one.
     """
-    _refuse_tenants(file, data_dir, config_file, "kvloom keys create --project ORG/PROJECT")
-    path = _path(file, data_dir, config_file)
+    _refuse_tenants(file, fabric, "kvloom keys create --project ORG/PROJECT")
+    path = _path(file, fabric)
     try:
         check_name(name)
     except ValueError as error:
@@ -82,28 +81,26 @@ def add(name: str, file: Path | None, data_dir: Path | None, config_file: Path |
 @option("--org", scope="keys", default="", help="Only those of this organisation.")
 @option("--revoked", "show_revoked", scope="keys", is_flag=True, help="Revoked ones, too.")
 @file_option
-@data_dir_option
-@config_option
+@fabric_options
 def list_keys(
     as_json: bool,
     project: str,
     org: str,
     show_revoked: bool,
     file: Path | None,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
 ) -> None:
     """List the keys of tenants; in a fabric without, the names, ids and dates of those in the file."""
-    if _has_tenants(file, data_dir, config_file):
+    if _has_tenants(file, fabric):
         from tools.cli.tenants.directory import Directory
         from tools.cli.tenants.keys import show_keys
 
-        directory = Directory(data_dir, config_file)
+        directory = Directory(fabric.data_dir, fabric.config_file)
         show_keys(directory, project, org, show_revoked=show_revoked, as_json=as_json)
         return
     if project or org or show_revoked:
         raise CommandError("the keys in a file have no project: this fabric has no tenants (`kvloom up --control`)")
-    found = _read(_path(file, data_dir, config_file))
+    found = _read(_path(file, fabric))
     if as_json:
         shown = [{"name": key.name, "id": key.key_id, "created": key.created} for key in found]
         print(msgspec.json.encode(shown).decode())
@@ -118,12 +115,11 @@ def list_keys(
 @click.argument("name")
 @option("--id", "key_id", scope="keys", help="Remove only the key with this id (`kvloom keys list`).")
 @file_option
-@data_dir_option
-@config_option
-def remove(name: str, key_id: str | None, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def remove(name: str, key_id: str | None, file: Path | None, fabric: FabricFlags) -> None:
     """Remove the keys of NAME from the file. Running processes refuse them within about a second."""
-    _refuse_tenants(file, data_dir, config_file, "kvloom keys revoke ID")
-    path = _path(file, data_dir, config_file)
+    _refuse_tenants(file, fabric, "kvloom keys revoke ID")
+    path = _path(file, fabric)
     found = _read(path)
     kept = [key for key in found if key.name != name or key_id not in (None, key.key_id)]
     if len(kept) == len(found):
@@ -133,29 +129,29 @@ def remove(name: str, key_id: str | None, file: Path | None, data_dir: Path | No
     print(f"removed {len(found) - len(kept)} of {len(found)} keys from {path}")
 
 
-def _has_tenants(file: Path | None, data_dir: Path | None, config_file: Path | None) -> bool:
+def _has_tenants(file: Path | None, fabric: FabricFlags) -> bool:
     """True when the fabric has tenants, and no file was asked for."""
     if file is not None:
         return False
-    given = load_config_file(config_file)
+    given = fabric.load_config()
     try:
-        running = load_config(RunFolder(choose_data_dir(data_dir, given)).config_path)
+        running = load_config(RunFolder(choose_data_dir(fabric.data_dir, given)).config_path)
     except ConfigError:
         return given.control.enabled
     return running.control.enabled or given.control.enabled
 
 
-def _refuse_tenants(file: Path | None, data_dir: Path | None, config_file: Path | None, instead: str) -> None:
+def _refuse_tenants(file: Path | None, fabric: FabricFlags, instead: str) -> None:
     """Raises CommandError: a key in the file would be of no use."""
-    if _has_tenants(file, data_dir, config_file):
+    if _has_tenants(file, fabric):
         raise CommandError(f"this fabric has tenants, whose keys are not in a file: use `{instead}`")
 
 
-def _path(file: Path | None, data_dir: Path | None, config_file: Path | None) -> Path:
+def _path(file: Path | None, fabric: FabricFlags) -> Path:
     if file is not None:
         return file
-    config = load_config_file(config_file)
-    return Path(config.callers.api_keys_file or choose_data_dir(data_dir, config) / KEYS_FILE)
+    config = fabric.load_config()
+    return Path(config.callers.api_keys_file or choose_data_dir(fabric.data_dir, config) / KEYS_FILE)
 
 
 def _read(path: Path) -> list[ApiKey]:

@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import click
@@ -18,7 +17,7 @@ import click
 from tools.failures import EXIT_INCOMPLETE, CommandError
 from tools.fleet.logs import FleetLogs, local_logs, remote_logs
 from tools.fleet.members import FleetAccess
-from tools.options import config_option, data_dir_option, local_option, option
+from tools.options import FabricFlags, fabric_options, local_option, option
 from tools.supervisor.logs.entries import LEVELS, LogEntry
 from tools.supervisor.logs.files import LogQuery, log_paths
 
@@ -43,8 +42,7 @@ _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
     help=f"The number of last lines to show.  [default: {DEFAULT_LINES}; all with --request-id or --since]",
 )
 @local_option
-@data_dir_option
-@config_option
+@fabric_options
 def logs(
     name: str | None,
     process: Sequence[str],
@@ -54,8 +52,7 @@ def logs(
     follow: bool,
     lines: int | None,
     local: bool,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
 ) -> None:
     """Show the logs of all processes in the order of time, or only that of the process NAME (edge, router, shard-0,
     safety, redis, or kvloom for the supervisor). In a fleet these are the processes of all machines."""
@@ -68,7 +65,7 @@ def logs(
         max_lines=DEFAULT_LINES if is_limited else lines,
     )
     with contextlib.suppress(KeyboardInterrupt):
-        complete = asyncio.run(_show(FleetAccess.open(data_dir, config_file, local_only=local), query, follow=follow))
+        complete = asyncio.run(_show(FleetAccess.open(fabric, local_only=local), query, follow=follow))
         if not complete:
             raise SystemExit(EXIT_INCOMPLETE)
 

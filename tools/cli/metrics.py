@@ -16,7 +16,7 @@ from kvloom_common.metrics.targets import http_sd, metrics_registry
 from kvloom_common.private_file import write_private_file
 from tools.fabric_trust import trust_of
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, load_config_file, option
 from tools.supervisor.state import RunFolder
 
 FOLLOW_SECONDS: Final = 5.0
@@ -39,9 +39,8 @@ def metrics() -> None:
     help="Write to this file, for Prometheus' file_sd_configs, instead of printing.",
 )
 @option("--follow", scope="metrics", is_flag=True, help="Keep the file up to date until this command is stopped.")
-@data_dir_option
-@config_option
-def targets(file: Path | None, follow: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def targets(file: Path | None, follow: bool, fabric: FabricFlags) -> None:
     """List the processes that serve /metrics, as the JSON of Prometheus' service discovery.
 
     The list is that of all machines that share the Redis of the fabric that runs with this data directory; where none
@@ -49,12 +48,12 @@ def targets(file: Path | None, follow: bool, data_dir: Path | None, config_file:
     """
     if follow and file is None:
         raise click.UsageError("--follow needs --file")
-    _write(asyncio.run(_list(_config(data_dir, config_file))), file)
+    _write(asyncio.run(_list(_config(fabric))), file)
     failing = False
     while follow:
         time.sleep(FOLLOW_SECONDS)
         try:
-            _write(asyncio.run(_list(_config(data_dir, config_file))), file)
+            _write(asyncio.run(_list(_config(fabric))), file)
             failing = False
         except CommandError as error:
             if not failing:
@@ -62,9 +61,9 @@ def targets(file: Path | None, follow: bool, data_dir: Path | None, config_file:
             failing = True
 
 
-def _config(data_dir: Path | None, config_file: Path | None) -> KvloomConfig:
-    config = load_config_file(config_file)
-    folder = RunFolder(choose_data_dir(data_dir, config))
+def _config(fabric: FabricFlags) -> KvloomConfig:
+    config = fabric.load_config()
+    folder = RunFolder(choose_data_dir(fabric.data_dir, config))
     if not config.redis.url:
         folder.require_running()
         return load_config_file(folder.config_path)

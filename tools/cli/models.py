@@ -17,11 +17,11 @@ from kvloom.v1.router_service_pb2 import ModelInfo
 from kvloom_common.config import KvloomConfig
 from tools.cli.compare import compare_models
 from tools.cli.rollouts import history, roll_back, roll_out
-from tools.cli.router_client import choose_routers
+from tools.cli.router_client import RouterFlags
 from tools.cli.running import running_folder
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
-from tools.options import choose_data_dir, config_option, data_dir_option, option
+from tools.options import FabricFlags, choose_data_dir, data_dir_option, fabric_options, option
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.models.adapters import UNLOAD_TIMEOUT_SECONDS, ListedAdapter
 from tools.supervisor.service.client import local_supervisor
@@ -61,7 +61,7 @@ def _served(data_dir: Path | None) -> Sequence[ModelInfo] | None:
     answer."""
     if RunFolder(choose_data_dir(data_dir, KvloomConfig())).read_running() is None:
         return None
-    routers = choose_routers(None, data_dir, None)
+    routers = RouterFlags(data_dir).routers()
 
     async def ask() -> Sequence[ModelInfo]:
         async with Client(routers.any_address, client_id="models", open_channel=routers.open_channel) as client:
@@ -136,9 +136,8 @@ def remove_model(name: str, data_dir: Path | None) -> None:
     type=click.IntRange(1, MAX_SHARDS),
     help="The number of its shards.  [default: as configured]",
 )
-@data_dir_option
-@config_option
-def load_model(model: str, shards: int | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def load_model(model: str, shards: int | None, fabric: FabricFlags) -> None:
     """Serve another model on this machine, without a restart.
 
     Returns when its shards are ready and the routers know them. If that fails, the other models are served as before.
@@ -147,7 +146,7 @@ def load_model(model: str, shards: int | None, data_dir: Path | None, config_fil
     source = wanted.path if not wanted.name else f"{wanted.name}={wanted.path}"
 
     async def load() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.load_model(source, shards, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(load())
@@ -167,13 +166,12 @@ _timeout_option = option(
 @models.command("unload")
 @click.argument("name")
 @_timeout_option
-@data_dir_option
-@config_option
-def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def unload_model(name: str, timeout_seconds: float, fabric: FabricFlags) -> None:
     """Stop serving a model on this machine, once its running answers have ended. Ctrl-C takes it back until then."""
 
     async def unload() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.unload_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(unload())
@@ -183,16 +181,15 @@ def unload_model(name: str, timeout_seconds: float, data_dir: Path | None, confi
 @models.command("sleep")
 @click.argument("name")
 @_timeout_option
-@data_dir_option
-@config_option
-def sleep_model(name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def sleep_model(name: str, timeout_seconds: float, fabric: FabricFlags) -> None:
     """Free the memory of a model's shards on this machine, once its running answers have ended. `wake` undoes it.
 
     Requests for the model are refused meanwhile (503). Ctrl-C takes it back as long as answers run.
     """
 
     async def sleep() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.sleep_model(name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(sleep())
@@ -201,13 +198,12 @@ def sleep_model(name: str, timeout_seconds: float, data_dir: Path | None, config
 
 @models.command("wake")
 @click.argument("name")
-@data_dir_option
-@config_option
-def wake_model(name: str, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def wake_model(name: str, fabric: FabricFlags) -> None:
     """Load the weights of a sleeping model again, and return when it is served."""
 
     async def wake() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.wake_model(name, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(wake())
@@ -218,9 +214,8 @@ def wake_model(name: str, data_dir: Path | None, config_file: Path | None) -> No
 @click.argument("model")
 @click.argument("name")
 @click.argument("path", type=click.Path(path_type=Path))
-@data_dir_option
-@config_option
-def load_adapter(model: str, name: str, path: Path, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def load_adapter(model: str, name: str, path: Path, fabric: FabricFlags) -> None:
     """Give the LoRA adapter in the directory PATH to all shards of MODEL on this machine, under the name NAME.
 
     Clients request it as MODEL:NAME. If a shard refuses it, no shard has it. Shards that are restarted get it again.
@@ -229,7 +224,7 @@ def load_adapter(model: str, name: str, path: Path, data_dir: Path | None, confi
     absolute = str(path.expanduser().absolute())
 
     async def load() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.load_adapter(model, name, absolute, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(load())
@@ -247,15 +242,12 @@ def load_adapter(model: str, name: str, path: Path, data_dir: Path | None, confi
     show_default=True,
     help="How long to wait for running answers. An adapter that still answers then goes with the last of them.",
 )
-@data_dir_option
-@config_option
-def unload_adapter(
-    model: str, name: str, timeout_seconds: float, data_dir: Path | None, config_file: Path | None
-) -> None:
+@fabric_options
+def unload_adapter(model: str, name: str, timeout_seconds: float, fabric: FabricFlags) -> None:
     """Take the adapter NAME from all shards of MODEL on this machine, once its running answers have ended."""
 
     async def unload() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.unload_adapter(model, name, timeout_seconds, lambda text: click.echo(f"  {text}"))
 
     asyncio.run(unload())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -14,7 +13,7 @@ from tools.cli.running import running_folder
 from tools.failures import EXIT_INCOMPLETE
 from tools.fleet.members import FleetAccess
 from tools.fleet.view import plan_fleet_restart, skipped_by_restart
-from tools.options import config_option, data_dir_option, local_option, option
+from tools.options import FabricFlags, fabric_options, local_option, option
 from tools.supervisor.service.client import local_supervisor
 
 
@@ -22,11 +21,8 @@ from tools.supervisor.service.client import local_supervisor
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @option("--rolling", scope="restart", is_flag=True, help="Restart all processes except an embedded Redis.")
 @local_option
-@data_dir_option
-@config_option
-def restart(
-    names: tuple[str, ...], rolling: bool, local: bool, data_dir: Path | None, config_file: Path | None
-) -> None:
+@fabric_options
+def restart(names: tuple[str, ...], rolling: bool, local: bool, fabric: FabricFlags) -> None:
     """Restart processes of a running fabric, one after another, in a fleet machine by machine.
 
     NAME is a process (edge-0, router, shard-1, safety) or a role (shard). Each process finishes its requests, and the
@@ -36,7 +32,7 @@ def restart(
         raise click.UsageError("give names of processes, or --rolling for all")
     if names and rolling:
         raise click.UsageError("--rolling restarts all processes and takes no names")
-    is_complete = asyncio.run(_restart(FleetAccess.open(data_dir, config_file, local_only=local), names))
+    is_complete = asyncio.run(_restart(FleetAccess.open(fabric, local_only=local), names))
     click.echo("restarted")
     if not is_complete:
         raise SystemExit(EXIT_INCOMPLETE)
@@ -67,16 +63,15 @@ async def _restart(fleet: FleetAccess, names: Sequence[str]) -> bool:
     help="Also restart the processes that read a changed key, one after another.",
 )
 @option("--dry-run", scope="reload", is_flag=True, help="Only say what would change, and what would apply it.")
-@data_dir_option
-@config_option
-def reload(restart: bool, dry_run: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def reload(restart: bool, dry_run: bool, fabric: FabricFlags) -> None:
     """Apply the changed configuration file of the fabric on this machine.
 
     The file is the one that `kvloom up` was started with, or FILE, from now on. Flags of `kvloom up` still override it.
     For each key that has changed, a line says that it was applied, or what applies it. A faulty file changes nothing.
     """
-    folder = running_folder(data_dir, config_file)
-    path = config_file and config_file.expanduser().absolute()
+    folder = running_folder(fabric)
+    path = fabric.config_file and fabric.config_file.expanduser().absolute()
 
     async def ask() -> None:
         async with local_supervisor(folder.run_dir) as supervisor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Final
 
 import click
@@ -13,7 +12,7 @@ import msgspec
 from kvloom.v1.supervisor_service_pb2 import StartRolloutRequest
 from tools.cli.running import running_folder
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, fabric_options, option
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.models.history import ModelEvent, ModelHistory
 from tools.supervisor.rollout.judge import RolloutLimits
@@ -130,8 +129,7 @@ class StepPercentages(click.ParamType):
     help="How many requests it needs in each step.",
 )
 @option("--detach", scope="models", is_flag=True, help="Return when the rollout has begun.")
-@data_dir_option
-@config_option
+@fabric_options
 def roll_out(
     version: str,
     path: str,
@@ -146,8 +144,7 @@ def roll_out(
     scored_share: float,
     min_requests: int,
     detach: bool,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
 ) -> None:
     """Replace what serves NAME by a new version, step by step.
 
@@ -172,7 +169,7 @@ def roll_out(
     )
 
     async def run() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.start_rollout(request)
             if not detach:
                 await _follow(supervisor, version)
@@ -206,13 +203,12 @@ async def _follow(supervisor: SupervisorClient, version: str) -> None:
 
 @click.command("rollback")
 @click.argument("name")
-@data_dir_option
-@config_option
-def roll_back(name: str, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def roll_back(name: str, fabric: FabricFlags) -> None:
     """Take back the new version of NAME that is being rolled out. Returns when only the old one is served."""
 
     async def run() -> None:
-        async with local_supervisor(running_folder(data_dir, config_file).run_dir) as supervisor:
+        async with local_supervisor(running_folder(fabric).run_dir) as supervisor:
             await supervisor.roll_back(name)
             try:
                 await supervisor.follow_rollout(name, lambda _: None)
@@ -225,11 +221,10 @@ def roll_back(name: str, data_dir: Path | None, config_file: Path | None) -> Non
 @click.command("history")
 @click.argument("name", required=False, default="")
 @option("--json", "as_json", scope="models_history", is_flag=True, help="Print a JSON array.")
-@data_dir_option
-@config_option
-def history(name: str, as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def history(name: str, as_json: bool, fabric: FabricFlags) -> None:
     """List what has happened to the models of this data directory, or to the versions of NAME, the latest last."""
-    events = ModelHistory(choose_data_dir(data_dir, load_config_file(config_file))).events(name)
+    events = ModelHistory(fabric.home()).events(name)
     if as_json:
         click.echo(msgspec.json.encode(events).decode())
         return

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import click
 import grpc.aio
@@ -17,7 +18,7 @@ from kvloom.v1.router_service_pb2 import ModelInfo
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.fleet.members import FleetAccess
-from tools.options import F, choose_data_dir, load_config_file, option
+from tools.options import FabricFlags, config_option, data_dir_option, given_as, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import RunFolder
 
@@ -33,54 +34,55 @@ class Routers:
     open_channel: OpenChannel
 
 
-def client_options(function: F) -> F:
-    """The flags with which a command reaches a router like any client."""
-    for add_option in (
-        option(
-            "--tls-ca",
-            type=click.Path(path_type=Path, dir_okay=False, exists=True),
-            help="Use TLS with --router-address, and trust the authorities in this file.",
-        ),
-        option("--tls", is_flag=True, help="Use TLS with --router-address, and trust the system's authorities."),
-        option("--api-key", help="The API key to send to --router-address. Prefer the variable to the flag."),
-        option(
-            "--router-address",
-            metavar="HOST:PORT",
-            help="The address of the router.  [default: that of the fabric in the data directory]",
-        ),
-    ):
-        function = add_option(function)
-    return function
+@dataclasses.dataclass(frozen=True)
+class RouterFlags(FabricFlags):
+    """The flags by which a command reaches a router: like any client, or as an operator of the fabric."""
+
+    router_address: str | None = None
+    api_key: str | None = None
+    tls: bool = False
+    tls_ca: Path | None = None
+
+    def routers(self) -> Routers:
+        """Returns the router of --router-address, which sees a client; or those of the fabric in the data directory,
+        which see an operator. Raises CommandError if no fabric runs there."""
+        if self.router_address is not None:
+            with_tls = TlsOptions(self.tls_ca) if self.tls or self.tls_ca is not None else None
+            return Routers(self.router_address, [], channel_opener(self.api_key or "", with_tls))
+        folder = RunFolder(self.home())
+        state, trust = folder.require_running(), trust_of_running(folder)
+        processes = [process for process in state.processes if process.router_address]
+        own = [reachable_address(process.internal_address or process.router_address) for process in processes]
+
+        def open_channel(address: str) -> grpc.aio.Channel:
+            return trust.open_channel(address, "router", options=CHANNEL_OPTIONS)
+
+        if not own and not state.router_address:
+            # Another machine of the fleet has the routers.
+            own = sorted(asyncio.run(FleetAccess.open(self).records()).routers)
+            if not own:
+                raise CommandError("no router of the fleet is registered")
+        return Routers(own[0] if own else state.router_address, own, open_channel)
 
 
-def choose_routers(
-    flag: str | None,
-    data_dir: Path | None,
-    config_file: Path | None,
-    *,
-    api_key: str | None = None,
-    tls: bool = False,
-    tls_ca: Path | None = None,
-) -> Routers:
-    """Returns the flag's router, which sees a client; or those of the fabric in the data directory, which see an
-    operator. Raises CommandError if no fabric runs there."""
-    if flag is not None:
-        with_tls = TlsOptions(tls_ca) if tls or tls_ca is not None else None
-        return Routers(flag, [], channel_opener(api_key or "", with_tls))
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    state, trust = folder.require_running(), trust_of_running(folder)
-    own = [process.internal_address or process.router_address for process in state.processes if process.router_address]
-
-    def open_channel(address: str) -> grpc.aio.Channel:
-        return trust.open_channel(address, "router", options=CHANNEL_OPTIONS)
-
-    own = list(map(reachable_address, own))
-    if not own and not state.router_address:
-        # Another machine of the fleet has the routers.
-        own = sorted(asyncio.run(FleetAccess.open(data_dir, config_file).records()).routers)
-        if not own:
-            raise CommandError("no router of the fleet is registered")
-    return Routers(own[0] if own else state.router_address, own, open_channel)
+client_options: Final = given_as(
+    "reach",
+    RouterFlags,
+    config_option,
+    data_dir_option,
+    option(
+        "--tls-ca",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        help="Use TLS with --router-address, and trust the authorities in this file.",
+    ),
+    option("--tls", is_flag=True, help="Use TLS with --router-address, and trust the system's authorities."),
+    option("--api-key", help="The API key to send to --router-address. Prefer the variable to the flag."),
+    option(
+        "--router-address",
+        metavar="HOST:PORT",
+        help="The address of the router.  [default: that of the fabric in the data directory]",
+    ),
+)
 
 
 async def first_model(client: Client) -> str:

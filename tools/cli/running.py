@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tools.options import choose_data_dir, load_config_file
+from tools.options import FabricFlags
 from tools.supervisor.state import RunFolder
 
 
-def running_folder(data_dir: Path | None, config_file: Path | None) -> RunFolder:
+def running_folder(fabric: FabricFlags) -> RunFolder:
     """That of the fabric of the chosen data directory. Raises CommandError if none runs."""
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    folder = RunFolder(fabric.home())
     folder.require_running()
     return folder

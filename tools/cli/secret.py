@@ -17,7 +17,7 @@ from kvloom_common.trust.identity import ISSUED_ROLES, issue_identity
 from kvloom_common.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
 from tools.fabric_trust import SECRET_FILE
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, load_config_file, option
 from tools.supervisor.state import RunFolder
 
 SETTLE_SECONDS: Final = 3.0
@@ -38,11 +38,10 @@ def new() -> None:
 
 @secret.command()
 @option("--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file to show.")
-@data_dir_option
-@config_option
-def show(file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def show(file: Path | None, fabric: FabricFlags) -> None:
     """Show which fabric the secret belongs to and which keys are accepted, but not the secret itself."""
-    path = file or Path(_fabric_config(data_dir, config_file).fabric.secret_file)
+    path = file or Path(_fabric_config(fabric).fabric.secret_file)
     found = _read(path)
     print(f"file      {path}")
     print(f"fabric    {found.fabric_id}")
@@ -66,17 +65,14 @@ def show(file: Path | None, data_dir: Path | None, config_file: Path | None) -> 
     help="The wait between the steps.",
 )
 @option("--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file to rotate.")
-@data_dir_option
-@config_option
-def rotate(
-    step: str | None, settle_seconds: float, file: Path | None, data_dir: Path | None, config_file: Path | None
-) -> None:
+@fabric_options
+def rotate(step: str | None, settle_seconds: float, file: Path | None, fabric: FabricFlags) -> None:
     """Replace the secret of a running fabric. No stream breaks, and no answer is lost.
 
     The three steps: a new secret is accepted; it is used; the old one is no longer accepted. Running processes follow
     the file. Resumable answers that began under the old secret can be taken over by another edge until the last step.
     """
-    config = _fabric_config(data_dir, config_file)
+    config = _fabric_config(fabric)
     path = file or Path(config.fabric.secret_file)
     grace_seconds = config.resume.grace_seconds
     for number, name in enumerate(STEPS if step is None else (step,)):
@@ -101,14 +97,13 @@ def rotate(
 @option(
     "--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file with the secret."
 )
-@data_dir_option
-@config_option
-def issue(role: str, name: str, file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def issue(role: str, name: str, file: Path | None, fabric: FabricFlags) -> None:
     """Print an identity for one service, for the file that its `fabric.secret_file` names in place of the secret.
 
     Who steals it can be this service, and no other process of the fabric. It ends with the secret that is used now.
     """
-    config = _fabric_config(data_dir, config_file)
+    config = _fabric_config(fabric)
     found = _read(file or Path(config.fabric.secret_file))
     print(issue_identity(found, role, name, records_of(config.redis.key_prefix, role, name)).format())
 
@@ -137,10 +132,10 @@ _DONE: Final = {
 }
 
 
-def _fabric_config(data_dir: Path | None, config_file: Path | None) -> KvloomConfig:
+def _fabric_config(fabric: FabricFlags) -> KvloomConfig:
     """That of the latest fabric with this data directory, if there was one, else the file's. It names the secret."""
-    config = load_config_file(config_file)
-    folder = RunFolder(choose_data_dir(data_dir, config))
+    config = fabric.load_config()
+    folder = RunFolder(choose_data_dir(fabric.data_dir, config))
     if not config.fabric.secret_file and folder.config_path.exists():
         config = load_config_file(folder.config_path)
     config.fabric.secret_file = config.fabric.secret_file or str(folder.data_dir / SECRET_FILE)

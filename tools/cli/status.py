@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -14,7 +13,7 @@ from rich.console import Console
 from tools.failures import EXIT_INCOMPLETE, EXIT_NOT_RUNNING, CommandError
 from tools.fleet.members import FleetAccess
 from tools.fleet.view import FleetView, Machine
-from tools.options import config_option, data_dir_option, local_option, option
+from tools.options import FabricFlags, fabric_options, local_option, option
 from tools.supervisor.supervised_process import ProcessStatus
 
 _PIPED_WIDTH: Final = 1000
@@ -27,15 +26,14 @@ _STOPPED: Final[Mapping[str, Any]] = {"phase": "stopped", "http_url": None, "rou
 @click.command()
 @option("--json", "as_json", scope="status", is_flag=True, help="Print one JSON object.")
 @local_option
-@data_dir_option
-@config_option
-def status(as_json: bool, local: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def status(as_json: bool, local: bool, fabric: FabricFlags) -> None:
     """Show the fabric that runs with this data directory, and all machines of its fleet.
 
     The exit status is 0 if all of it serves, 3 if nothing runs, and 4 if requests are not served, a machine cannot be
     reached, or a process does not follow the table of tenants.
     """
-    fleet = FleetAccess.open(data_dir, config_file, local_only=local)
+    fleet = FleetAccess.open(fabric, local_only=local)
     try:
         view = asyncio.run(fleet.view(with_shards=True))
     except CommandError as error:

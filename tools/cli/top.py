@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import click
@@ -20,9 +19,9 @@ from kvloom.v1.overview_pb2 import FleetSample, GetOverviewRequest, GetOverviewR
 from kvloom.v1.overview_pb2_grpc import OverviewServiceStub
 from kvloom_common.overview.merge import FleetOverview, merged
 from kvloom_common.transport.plain_messages import as_plain
-from tools.cli.router_client import Routers, choose_routers
+from tools.cli.router_client import RouterFlags, Routers
 from tools.failures import CommandError
-from tools.options import Seconds, config_option, data_dir_option, option
+from tools.options import FabricFlags, Seconds, fabric_options, option
 
 CALL_SECONDS: Final = 5.0
 MAX_INTERVAL_SECONDS: Final = 3600.0
@@ -45,11 +44,10 @@ _MAX_ID_CHARS: Final = 18
 )
 @option("--once", scope="top", is_flag=True, help="Print it once, and end.")
 @option("--json", "as_json", scope="top", is_flag=True, help="Print one JSON object, and end.")
-@data_dir_option
-@config_option
-def top(interval: float, once: bool, as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def top(interval: float, once: bool, as_json: bool, fabric: FabricFlags) -> None:
     """Show shards with their load, the last hour as small charts, and the requests that have run longest."""
-    routers = choose_routers(None, data_dir, config_file)
+    routers = RouterFlags(fabric.data_dir, fabric.config_file).routers()
     if as_json:
         fleet = asyncio.run(_ask(routers))
         print(msgspec.json.encode({name: list(map(as_plain, getattr(fleet, name))) for name in _LISTS}).decode())

@@ -14,7 +14,7 @@ from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN
 from tools.cli.config_flags import config_flags
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, load_config_file, option
 from tools.supervisor.detach import run_detached
 from tools.supervisor.flag_model import flag_model
 from tools.supervisor.reporters import foreground_reporter
@@ -65,8 +65,7 @@ class ShardCounts(click.ParamType):
     help="The directory for converted models.  [default: ~/.cache/kvloom/models, or DATA_DIR/models if that is there]",
 )
 @config_flags("http-port", "router-port", "metrics-port", "otlp-endpoint")
-@data_dir_option
-@config_option
+@fabric_options
 @config_flags(
     "secret-file", "api-keys", "tls-certificate", "tls-key", "tls-client-ca", "control", "orchestrator", "insecure"
 )
@@ -80,8 +79,7 @@ class ShardCounts(click.ParamType):
 )
 @option("--detach", is_flag=True, help="Return when the fabric is ready, and leave it running.")
 def up(
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
     cache_dir: Path | None,
     start_timeout_seconds: float,
     detach: bool,
@@ -103,8 +101,8 @@ def up(
         apply_flags(config, **flags)
         return config
 
-    config = read(config_file)
-    folder = RunFolder(choose_data_dir(data_dir, config))
+    config = read(fabric.config_file)
+    folder = RunFolder(choose_data_dir(fabric.data_dir, config))
     launch = Launch(
         config=config,
         folder=folder,
@@ -112,7 +110,7 @@ def up(
         num_shards={name: count for name, count in flags["shards"].items() if name},
         model_cache_dir=(cache_dir or model_cache_dir(folder.data_dir)).expanduser().absolute(),
         start_timeout_seconds=start_timeout_seconds,
-        config_file=config_file and config_file.expanduser().absolute(),
+        config_file=fabric.config_file and fabric.config_file.expanduser().absolute(),
         read=read,
     )
     if detach:
@@ -126,8 +124,7 @@ def up(
 
 
 @click.command()
-@data_dir_option
-@config_option
+@fabric_options
 @option(
     "--timeout-seconds",
     scope="down",
@@ -136,9 +133,9 @@ def up(
     show_default=True,
     help="The longest time to wait until all processes have stopped.",
 )
-def down(data_dir: Path | None, config_file: Path | None, timeout_seconds: float) -> None:
+def down(fabric: FabricFlags, timeout_seconds: float) -> None:
     """Stop the fabric that runs with this data directory, and return when all its processes have exited."""
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    folder = RunFolder(fabric.home())
     state = folder.require_running()
     os.kill(state.supervisor_pid, signal.SIGTERM)
     if not folder.wait_until_gone(state, timeout_seconds):

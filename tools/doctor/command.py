@@ -28,7 +28,7 @@ from tools.doctor.checks import CheckFailedError, CheckSkippedError, checks_of
 from tools.doctor.session import KV_EVENT_SECONDS, EngineSession
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
-from tools.options import EngineName, choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import EngineName, FabricFlags, choose_data_dir, fabric_options, option
 
 CHECK_SECONDS: Final = 300.0
 CLOSE_SECONDS: Final = 90.0
@@ -162,20 +162,17 @@ def is_healthy(results: list[Result]) -> bool:
     scope="doctor",
     help="The name of a model, its directory or a .gguf file.  [default: that of the --config file]",
 )
-@config_option
-@data_dir_option
+@fabric_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_engine(
-    engine_name: str | None, model: str | None, config_file: Path | None, data_dir: Path | None, as_json: bool
-) -> None:
+def doctor_engine(engine_name: str | None, model: str | None, fabric: FabricFlags, as_json: bool) -> None:
     """Check that an engine does on this machine what kvloom relies on. The exit status is 1 if a check fails."""
-    config = load_config_file(config_file)
+    config = fabric.load_config()
     if engine_name is not None:
         config.shard.engine = engine_name
     if shorten_steps := engine_kind(config.shard.engine).shorten_steps:
         shorten_steps(config.shard)
     _log_to_stderr()
-    _choose_model(config, model, choose_data_dir(data_dir, config))
+    _choose_model(config, model, choose_data_dir(fabric.data_dir, config))
 
     def report(result: Result) -> None:
         if not as_json:

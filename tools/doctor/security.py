@@ -6,7 +6,6 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from kvloom_common.process.data_dir import open_to_others
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.doctor.findings import DoctorFinding, Outcome, show
 from tools.fabric_trust import trust_of
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, fabric_options, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import FabricState, RunFolder
 from tools.supervisor.tenant_tables import not_following
@@ -34,14 +33,13 @@ _MAX_FILES: Final = 20
 
 @click.command()
 @option("--json", "as_json", scope="doctor_security", is_flag=True, help="Print one JSON array.")
-@data_dir_option
-@config_option
-def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def doctor_security(as_json: bool, fabric: FabricFlags) -> None:
     """Check a running fabric: its files, its secret, its Redis, and whether ports inside it refuse strangers.
 
     The exit status is 1 if a check fails, or cannot tell. Warnings are what only you can judge.
     """
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    folder = RunFolder(fabric.home())
     state = folder.require_running()
     config = load_config_file(folder.config_path)
     findings = asyncio.run(_examine(folder, config, state, trust_of(config)))

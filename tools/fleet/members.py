@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Final
 
 from kvloom.v1.shard_service_pb2 import GetInfoResponse
@@ -16,7 +15,7 @@ from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.fleet.view import FleetView, Machine, merged, with_loads
-from tools.options import choose_data_dir, load_config_file
+from tools.options import FabricFlags, choose_data_dir
 from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.readiness import shard_info
 from tools.supervisor.reporters import log_to_stderr
@@ -43,11 +42,11 @@ class FleetAccess:
     local_only: bool
 
     @classmethod
-    def open(cls, data_dir: Path | None, config_file: Path | None, *, local_only: bool = False) -> FleetAccess:
+    def open(cls, fabric: FabricFlags, *, local_only: bool = False) -> FleetAccess:
         """Raises CommandError."""
         log_to_stderr()
-        given = load_config_file(config_file)
-        folder = RunFolder(choose_data_dir(data_dir, given))
+        given = fabric.load_config()
+        folder = RunFolder(choose_data_dir(fabric.data_dir, given))
         # A machine without a `kvloom up` of its own finds its fleet by the Redis in its configuration.
         for path in (folder.config_path, None):
             try:

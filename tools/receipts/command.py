@@ -24,7 +24,7 @@ from shard_server.engines.base import EngineError
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.options import FabricFlags, choose_data_dir, fabric_options, option
 from tools.receipts.verify import ReceiptVerdict, check, rerun_all, sample_of
 
 
@@ -45,12 +45,11 @@ class AdapterAt(click.ParamType):
 
 
 @click.command()
-@data_dir_option
-@config_option
-def key(data_dir: Path | None, config_file: Path | None) -> None:
+@fabric_options
+def key(fabric: FabricFlags) -> None:
     """Print the public keys with which this fabric's receipts are verified. The key is made if there is none."""
-    config = load_config_file(config_file)
-    path = key_path(config.router.receipts.key_file, str(choose_data_dir(data_dir, config)))
+    config = fabric.load_config()
+    path = key_path(config.router.receipts.key_file, str(choose_data_dir(fabric.data_dir, config)))
     try:
         made_or_read(path)
         keys = read_public_keys(public_path(path))
@@ -95,8 +94,7 @@ def save(response: TextIO, out: Path) -> None:
 @option("--sample", scope="receipts", type=click.IntRange(min=1), help="Compute so many of them again, not all.")
 @option("--seed", scope="receipts", type=int, default=0, show_default=True, help="The seed by which --sample chooses.")
 @option("--json", "as_json", scope="receipts", is_flag=True, help="Print one JSON object a line.")
-@data_dir_option
-@config_option
+@fabric_options
 def verify(
     files: Sequence[Path],
     model: str | None,
@@ -105,16 +103,15 @@ def verify(
     sample: int | None,
     seed: int,
     as_json: bool,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
 ) -> None:
     """Check signatures, digests, counts and prices of the receipts in FILES, and compute their answers again.
 
     Without --model nothing is computed. With it, the engine is that of --config (`shard.engine`, `shard.torch`), by
     default torch. Exits with 1 if anything is wrong, and with 2 if all is well but some answers could not be compared.
     """
-    config = load_config_file(config_file)
-    home = choose_data_dir(data_dir, config)
+    config = fabric.load_config()
+    home = choose_data_dir(fabric.data_dir, config)
     keys = _keys(key_file, config, home)
     bundles = [bundle for file in files for bundle in _bundles(file.read_text("utf-8", "replace"), str(file))]
     verdicts = [check(bundle, keys) for bundle in bundles]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import click
@@ -26,7 +25,7 @@ from kvloom_common.transport.checked_server import CheckedServer
 from kvloom_common.transport.standard_services import add_health_and_reflection
 from tools.failures import CommandError
 from tools.fleet.members import FleetAccess
-from tools.options import Seconds, check_listener, config_option, data_dir_option, listener_options, option
+from tools.options import FabricFlags, Seconds, check_listener, fabric_options, listener_options, option
 from tools.scaler.policy import ScalingTargets
 from tools.scaler.servicer import ExternalScaler
 from tools.scaler.watch import FleetWatch
@@ -72,16 +71,14 @@ log = structlog.get_logger()
     help="How long fewer shards must have been enough; longer than a shard takes to start.",
 )
 @option("--once", scope="scaler", is_flag=True, help="Print what each model needs, and end.")
-@data_dir_option
-@config_option
+@fabric_options
 def scaler(
     host: str,
     port: int,
     metrics_port: int | None,
     insecure: bool,
     once: bool,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
     **objectives: float,
 ) -> None:
     """Tell KEDA how many shards each model should have, as an external scaler (gRPC), and Prometheus as a metric.
@@ -89,7 +86,7 @@ def scaler(
     It asks the routers of the fabric that runs with this data directory, or of the fleet whose Redis is in the
     configuration file.
     """
-    access = FleetAccess.open(data_dir, config_file)
+    access = FleetAccess.open(fabric)
     targets = ScalingTargets(**objectives)
     if once:
         Console(highlight=False).print(asyncio.run(_once(access, targets)))

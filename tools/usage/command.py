@@ -26,7 +26,7 @@ from kvloom_common.tenancy.prices import decimal
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
 from tools.fleet.members import FleetAccess
-from tools.options import config_option, data_dir_option, option
+from tools.options import FabricFlags, fabric_options, option
 from tools.usage.reconcile import Reconciliation, reconcile
 
 _PIPE_WIDTH: Final = 200
@@ -66,8 +66,7 @@ def _filters(command):
             show_default=True,
             help=f"What to group by: {', '.join(GROUPS)}.",
         ),
-        data_dir_option,
-        config_option,
+        fabric_options,
     ):
         command = decorate(command)
     return command
@@ -82,14 +81,13 @@ def show(
     first_day: str,
     last_day: str,
     groups: str,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
     as_json: bool,
 ) -> None:
     """Show requests, tokens and costs."""
     names = _groups(groups)
     request = _request(tenant, organisation, first_day, last_day, names)
-    rows = rows_of(asyncio.run(_usage(data_dir, config_file, request)), names)
+    rows = rows_of(asyncio.run(_usage(fabric, request)), names)
     if as_json:
         print(msgspec.json.encode(rows).decode())
     else:
@@ -106,14 +104,13 @@ def export(
     first_day: str,
     last_day: str,
     groups: str,
-    data_dir: Path | None,
-    config_file: Path | None,
+    fabric: FabricFlags,
     file: Path | None,
 ) -> None:
     """Write the same as CSV, e.g. for a bill."""
     names = _groups(groups)
     request = _request(tenant, organisation, first_day, last_day, names)
-    text = as_csv(rows_of(asyncio.run(_usage(data_dir, config_file, request)), names), names)
+    text = as_csv(rows_of(asyncio.run(_usage(fabric, request)), names), names)
     if file is None:
         print(text, end="")
         return
@@ -134,16 +131,13 @@ def export(
 )
 @option("--since", "since", scope="usage", default="", help="Only answers that ended after this day or time of UTC.")
 @option("--json", "as_json", scope="usage", is_flag=True, help="Print one JSON object.")
-@data_dir_option
-@config_option
-def reconcile_command(
-    files: tuple[Path, ...], since: str, as_json: bool, data_dir: Path | None, config_file: Path | None
-) -> None:
+@fabric_options
+def reconcile_command(files: tuple[Path, ...], since: str, as_json: bool, fabric: FabricFlags) -> None:
     """Compare what was metered with what edges and routers, or other witnesses, have counted as delivered.
 
     They count if control.witness is set. The exit status is 1 if there is a difference.
     """
-    found = asyncio.run(_reconcile(data_dir, config_file, files, since))
+    found = asyncio.run(_reconcile(fabric, files, since))
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -206,18 +200,16 @@ async def _service(fleet: FleetAccess) -> AsyncIterator[UsageServiceStub]:
             raise CommandError(f"control has not answered: {error.details()}") from error
 
 
-async def _usage(data_dir: Path | None, config_file: Path | None, request: pb.GetUsageRequest) -> Sequence[pb.UsageRow]:
-    async with _service(FleetAccess.open(data_dir, config_file)) as service:
+async def _usage(fabric: FabricFlags, request: pb.GetUsageRequest) -> Sequence[pb.UsageRow]:
+    async with _service(FleetAccess.open(fabric)) as service:
         found = await service.GetUsage(request, timeout=CALL_SECONDS)
     if found.is_truncated:
         click.echo("there are more rows: ask for fewer days, or one tenant", err=True)
     return found.rows
 
 
-async def _reconcile(
-    data_dir: Path | None, config_file: Path | None, files: Sequence[Path], since: str
-) -> Reconciliation:
-    fleet = FleetAccess.open(data_dir, config_file)
+async def _reconcile(fabric: FabricFlags, files: Sequence[Path], since: str) -> Reconciliation:
+    fleet = FleetAccess.open(fabric)
     data_dir = fleet.folder.data_dir
     lines = list(read_witness(files or witness_files(data_dir)))
     if not lines:

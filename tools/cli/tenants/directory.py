@@ -7,7 +7,6 @@ import dataclasses
 import getpass
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -20,18 +19,15 @@ from kvloom.v1 import directory_service_pb2, directory_service_pb2_grpc
 from tools.failures import CommandError
 from tools.fleet.control import control_channel
 from tools.fleet.members import FleetAccess
-from tools.options import F, config_option, data_dir_option, option
+from tools.options import FabricFlags, config_option, data_dir_option, given_as, option
 
 CALL_SECONDS: Final = 30.0
 _PAGE_SIZE: Final = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Directory:
+class Directory(FabricFlags):
     """The tenants of the fabric of a data directory."""
-
-    data_dir: Path | None
-    config_file: Path | None
 
     def ask(self, method: str, **fields: Any) -> Any:
         """Call a method of DirectoryService with a request of these fields. Raises CommandError."""
@@ -54,7 +50,7 @@ class Directory:
                 return
 
     async def _ask(self, method: str, request: Message) -> Any:
-        fleet = FleetAccess.open(self.data_dir, self.config_file)
+        fleet = FleetAccess.open(self)
         if not fleet.config.control.enabled:
             raise CommandError(
                 "this fabric has no tenants: start it with `kvloom up --control`, or set control.enabled in its file"
@@ -82,15 +78,7 @@ def _metadata() -> list[tuple[str, str]]:
     return [("kvloom-actor", name.encode("ascii", "replace").decode())]
 
 
-def directory_options(function: F) -> F:
-    """The flags by which a command finds its fabric, given to it as one argument `directory`."""
-
-    def wrapped(*args: Any, data_dir: Path | None, config_file: Path | None, **kwargs: Any) -> Any:
-        return function(*args, directory=Directory(data_dir, config_file), **kwargs)
-
-    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
-    wrapped.__dict__.update(function.__dict__)  # click's parameters
-    return data_dir_option(config_option(wrapped))  # pyrefly: ignore[bad-return]
+directory_options: Final = given_as("directory", Directory, config_option, data_dir_option)
 
 
 def json_option(scope: str) -> Any:
