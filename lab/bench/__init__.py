@@ -12,7 +12,6 @@ context_windows.py          `kvloom-lab bench context-window`: cache hits of con
 conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
 conversations.py            plays conversations over HTTP
 injections/                 `kvloom-lab bench injections`: trains the classifier of prompt injections, and attacks it
-auc.py                      how well two samples can be told apart, with its confidence interval
 infinite_cache.py           the hits that a perfect cache would have
 overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
 regions.py                  `kvloom-lab bench regions`: a day in several cells, and the loss of one

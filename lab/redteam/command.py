@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import sys
@@ -66,8 +65,7 @@ MAX_SHOWN: Final = 20
     scope="redteam",
     help="Write the tables between the markers of this page.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: Path | None, as_json: bool) -> None:
+def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: Path | None) -> None:
     """Attack the safety policy of a fabric in this process through every API: forbidden texts that mutators have
     changed, in every place of a request and of an answer, and harmless texts that look like them.
 
@@ -86,7 +84,7 @@ def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: P
         outages = asyncio.run(_break_safety(num_streams))
         if page is not None:
             write_table(page, OUTAGES, outages.summary)
-        print(json.dumps(dataclasses.asdict(outages), ensure_ascii=False) if as_json else outages.summary)
+        print(outages.summary)
         print(*(f"FAILED {failure}" for failure in outages.seen.wrong[:MAX_SHOWN]), sep="\n", file=sys.stderr)
         sys.exit(bool(outages.seen.wrong))
     cases = cases_of_seeds(num_seeds)
@@ -96,7 +94,7 @@ def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: P
         write_table(page, "redteam summary", f"{report.summary} {report.request_times}")
         for name in TABLES:
             write_table(page, _table_name(name), getattr(report, name))
-    print(json.dumps(report.to_json(), indent=2, ensure_ascii=False) if as_json else report.markdown)
+    print(report.markdown)
     for failure in report.failures[:MAX_SHOWN]:
         print(f"FAILED {failure}", file=sys.stderr)
     if _has_failed(report):

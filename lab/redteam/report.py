@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from lab.pages import markdown_table
 from lab.redteam.campaign import NUM_AT_ONCE, CaseResult
@@ -103,24 +101,6 @@ class RedTeamReport:
         )
         return "\n\n".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "attacks": len(self.claimed),
-            "passed": self.num_passed,
-            "leaked_chars": self.num_leaked_chars,
-            "harmless": len(self.harmless),
-            "false_positives": self.num_false_positives,
-            "gaps": {name: _fates_of(own) for name, own in _by(self.gaps, _gap).items()},
-            "by_mutator": {
-                name: _fates_of(own) for name, own in _by(self.claimed, lambda result: result.case.kind).items()
-            },
-            "latency_us": {
-                name: {"prompt": each.prompt._asdict(), "character": each.character._asdict()}
-                for name, each in self.latency.items()
-            },
-            "failures": [str(result) for result in self.failures],
-        }
-
 
 def _by(results: Sequence[CaseResult], key: Key) -> dict[str, list[CaseResult]]:
     """The results by key, in the order of their first appearance."""
@@ -137,10 +117,6 @@ def _place(result: CaseResult) -> str:
 def _gap(result: CaseResult) -> str:
     case = result.case
     return case.kind if case.place.is_read else f"as a {case.place.where}, which no model reads"
-
-
-def _fates_of(results: Sequence[CaseResult]) -> dict[str, int]:
-    return {**Counter(result.fate for result in results)}
 
 
 def _num(results: Sequence[CaseResult]) -> str:

