@@ -1,4 +1,4 @@
-"""The rule kind that looks for prompt injections and jailbreaks, by the embedding of a prompt's end.
+"""The rule kind that looks for prompt injections and jailbreaks, by the embedding of a prompt's last turn.
 
 A model of the fabric embeds it, and logistic regression says how much it looks like an attack. An attacker who appends
 harmless sentences gets past it (docs/notes/reliability/red-team.md), so such a rule only notes what it finds.
@@ -23,10 +23,12 @@ from typing import Final
 import msgspec
 
 MAX_CHARS: Final = 1000
-"""So much of a prompt's end is embedded: about the window in which the encoder was trained."""
+"""So much of the end of a turn is embedded: about the window in which the encoder was trained."""
 WEIGHTS: Final = Path(__file__).with_name("injection_weights.json")
-_MARKER: Final = re.compile(r"<\|[^|<>]{1,32}\|>")
-"""Marks the parts of a conversation in many chat templates. Texts of the training have none."""
+_MARKER: Final = re.compile(r"<\|[^|<>]{1,32}\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]")
+"""Marks the turns of a conversation in the chat templates of most models. Texts of the training have none."""
+_ROLE: Final = re.compile(r"\s*(?:system|developer|user|assistant|model|tool)\b\s*")
+"""Begins a turn behind its marker."""
 
 
 class InjectionWeights(msgspec.Struct, frozen=True):
@@ -54,5 +56,10 @@ def injection_weights() -> InjectionWeights:
 
 
 def embedded_part(text: str) -> str:
-    """The part of a text that is judged."""
-    return _MARKER.sub(" ", text)[-MAX_CHARS:].strip()
+    """The part of a prompt that is judged: its last turn with a text. What came before was judged when it was the
+    last, and a system prompt ("You are ...") looks like an attack."""
+    first, *turns = _MARKER.split(text)
+    for turn in reversed(turns):
+        if said := _ROLE.sub("", turn, count=1).strip():
+            return said[-MAX_CHARS:]
+    return first.strip()[-MAX_CHARS:]

@@ -61,7 +61,7 @@ async def num_found(world: ScreenedWorld, text: str) -> float:
 
 
 async def test_it_notes_what_looks_like_an_attack_and_changes_nothing(router_redis_url: str, tmp_path: Path) -> None:
-    """What is embedded is the end of the prompt, where the user speaks, without the template's markers. An embedding of
+    """What is embedded is the end of the last turn, without the template's markers. An embedding of
     another encoder is no judgement, and refuses nothing."""
     async with fabric(router_redis_url, tmp_path) as (world, engine):
         assert await num_found(world, f"{ATTACK} and sing.") == 1

@@ -32,12 +32,13 @@ def test_what_is_no_embedding_of_the_encoder_is_no_judgement(embedding: bytes) -
     assert (found is None) == (len(embedding) != 8)
 
 
-def test_the_end_of_a_prompt_is_read_without_markers() -> None:
-    """The weights are trained on texts without them, and the last turn is the newest."""
-    assert embedded_part("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").split() == [
-        "user",
-        "hi",
-        "assistant",
-    ]
-    assert embedded_part("x" * MAX_CHARS + " the end") == "x" * (MAX_CHARS - 8) + " the end"
+def test_the_last_turn_of_a_prompt_is_read_without_markers() -> None:
+    """The weights are trained on texts without them. A system prompt looks like an attack."""
+    system = "<|im_start|>system\nYou are helpful.<|im_end|>\n"
+    for end in ("", "<|im_start|>assistant\n", "<|im_start|>assistant"):
+        assert embedded_part(f"{system}<|im_start|>user\nusers say hi<|im_end|>\n{end}") == "users say hi"
+    assert embedded_part("<s>[INST] hi [/INST]") == "hi"
+    assert embedded_part("<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n") == "hi"
+    assert embedded_part(f"a plain text {'x' * MAX_CHARS}") == "x" * MAX_CHARS
+    assert embedded_part("a plain text<|im_end|>") == "a plain text"
     assert embedded_part("<|im_end|>") == ""
