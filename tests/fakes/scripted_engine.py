@@ -27,7 +27,7 @@ class ScriptedEngine:
             max_model_len=1024,
             vocab_size=vocab_size,
             eos_token_ids=frozenset({2}),
-            capabilities=frozenset(Capability) - {Capability.ADAPTERS},
+            capabilities=frozenset(Capability) - {Capability.ADAPTERS, Capability.CROSS_ENCODE},
         )
         self.submitted: list[EngineRequest] = []
         self.cancelled: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvloom.v1.router_service_pb2 import GenerateRequest
 from kvloom_common.parsers.spec import ParserSpec
 from kvloom_common.text.json_escapes import unescaped
 from safety_svc.folding import fold
+from shard_server.engines.base import Capability
 from tests.examples import num_examples
 from tests.fakes.screened_world import ScreenedWorld, WritingEngine, screened_world, showing_tokenizer
 from tests.text_positions import UNSHOWN_ROUTES, Position, grpc_positions, http_positions, why_unshown
@@ -135,6 +137,21 @@ async def test_every_position_of_every_http_api(fabric: Fabric) -> None:
 
     await outcomes.try_all(send)
     assert not outcomes.unexplained, "\n".join(outcomes.unexplained)
+
+
+async def test_a_pair_of_texts_is_screened_as_its_model_reads_it(router_redis_url: str, tmp_path: Path) -> None:
+    """A cross-encoder reads query and document as one text, which only together may be forbidden."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY)
+    engine = WritingEngine(showing_tokenizer())
+    engine.info = dataclasses.replace(engine.info, capabilities=frozenset({Capability.EMBED, Capability.CROSS_ENCODE}))
+    async with screened_world(router_redis_url, policy, engine) as world:
+        for path, body in (
+            ("/v1/rerank", {"query": HALVES[0], "documents": ["harmless", HALVES[1]]}),
+            ("/v1/score", {"text_1": HALVES[0], "text_2": HALVES[1]}),
+        ):
+            status, text = await world.post(path, {"model": "tiny", **body})
+            assert (status, MESSAGE in text) == (400, True), text
 
 
 async def test_every_position_of_a_generate(fabric: Fabric) -> None:
