@@ -246,9 +246,10 @@ class OrchestratorConfig(Section):
     """How large a file may be, and how many a tenant may have."""
     max_vector_stores: PositiveInt = 1000
     """How many vector stores a tenant may have. Each has at most `max_files` files."""
-    hot_conversation_seconds: NonNegativeInt = 600
+    hot_conversation_seconds: NonNegativeInt = 0
     """How long Redis has copies of conversations after their last turn, encrypted with keys that only the database has.
-    0: there are no copies, and each turn reads its whole conversation from the database."""
+    A turn then reads from the database only what is new, which pays where that is farther away than Redis, or busy. 0:
+    there are no copies, and each turn reads its whole conversation from the database."""
     rerank_model: str = ""
     """A model of the fabric by which searches in vector stores rank again what they have found (`POST /v1/rerank`), on
     behalf of the tenant, which must be allowed to use it. Empty: they do not."""

@@ -50,10 +50,9 @@ async def update(call: OperationCall) -> Any:
 async def delete(call: OperationCall) -> Any:
     async with call.database.writing() as connection:
         one = await _found(connection, call, for_update=True)
-        keys = await hot_keys.of(connection, [one.id])
         await objects.delete(connection, [one.id])
     if call.hot_items is not None:
-        await call.hot_items.forget(keys)
+        await call.hot_items.forget([one.id])
     return {"id": one.id, "object": "conversation.deleted", "deleted": True}
 
 

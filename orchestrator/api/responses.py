@@ -30,7 +30,7 @@ from orchestrator.store.pages import as_list, page_of
 from orchestrator.webhooks import outbox
 
 if TYPE_CHECKING:
-    from orchestrator.store.hot_items import HotRead
+    from orchestrator.store.hot_items import Copies, HotRead
 
 KIND: Final = "response"
 GENERATION: Final = "generation"
@@ -40,16 +40,20 @@ _PREVIOUS: Final = "previous_response_id"
 async def read_context(call: OperationCall, request: ReadContextRequest) -> ReadContextResponse:
     """Raises KvloomError (NOT_FOUND, INVALID_ARGUMENT)."""
     hot: HotRead | None = None
+    copies: Copies | None = None
+    if request.conversation_id and call.hot_items is not None:
+        copies = await call.hot_items.copies(request.conversation_id)
     async with call.database.reading() as connection:
         parents: Sequence[str] = ()
         if request.conversation_id:
-            await objects.get(
-                connection, call.tenant, conversations.KIND, request.conversation_id, call.now, "conversation"
-            )
-            if call.hot_items is None:
-                parents = (request.conversation_id,)
+            named = request.conversation_id
+            if call.hot_items is None or copies is None:
+                await objects.get(connection, call.tenant, conversations.KIND, named, call.now, "conversation")
+                parents = (named,)
             else:
-                hot = await call.hot_items.read(connection, call.tenant, request.conversation_id)
+                hot = await call.hot_items.read(connection, call.tenant, named, call.now, copies)
+                if hot is None:
+                    raise objects.not_found(conversations.KIND, named, "conversation")
         elif request.previous_response_id:
             parents = await _lineage(connection, call, request.previous_response_id, _PREVIOUS)
         fork = ReadContextResponse()

@@ -21,7 +21,7 @@ from kvloom_common.database.database import Database
 from orchestrator.database.schema import jobs
 from orchestrator.database.schema import objects as table
 from orchestrator.jobs.runner import Clock
-from orchestrator.store import hot_keys, objects
+from orchestrator.store import objects
 from orchestrator.store.expiry import WITH_CONTENT
 from orchestrator.store.objects import StoredObject, body_of, feedback_id, generation_id
 from orchestrator.store.retention import KIND as RETENTION
@@ -39,6 +39,7 @@ PAGE: Final = 200
 RETRY_SECONDS: Final = 0.5
 _FOREVER: Final = 0.0
 _KEPT: Final = (KIND, RETENTION)
+_CONVERSATIONS: Final = ("conversation", "deleted_conversation")
 _FILES: Final = ("input_file_id", "output_file_id", "error_file_id")
 
 EraseExcerpts = Callable[[str, str | None], int]
@@ -95,9 +96,9 @@ class ErasureWork:
             for object_id, kind in found.items():
                 if kind in WITH_CONTENT:
                     await self._delete_content(object_id)
-            keys = await self._database.uninterrupted(self._delete(found))
+            await self._database.uninterrupted(self._delete(found))
             if self._hot_items is not None:
-                await self._hot_items.forget(keys)
+                await self._hot_items.forget([name for name, kind in found.items() if kind in _CONVERSATIONS])
 
     async def _record(self) -> StoredObject:
         async with self._database.reading() as connection:
@@ -119,14 +120,11 @@ class ErasureWork:
                     found |= {row.id: row.kind, **await _belonging(connection, tenant, row.id, body)}
         return (rows[-1].id if len(rows) == PAGE else None), found
 
-    async def _delete(self, found: Mapping[str, str]) -> list[bytes]:
-        """Returns the keys of the copies of conversations among them."""
+    async def _delete(self, found: Mapping[str, str]) -> None:
         async with self._database.writing() as connection:
-            keys = await hot_keys.of(connection, found)
             present = (await connection.scalars(sa.select(table.c.id).where(table.c.id.in_(found)))).all()
             await objects.delete(connection, present)
             await self._count(connection, {}, Counter(found[object_id] for object_id in present))
-        return keys
 
     async def _change(self, values: Mapping[str, Any], more: Counter[str]) -> None:
         async with self._database.writing() as connection:

@@ -1,23 +1,23 @@
 """Copies of the items of conversations in Redis, so that a turn reads from SQL only what is new since the last one.
 
-SQL says who may read a conversation, and has its key, with which copies are encrypted and by whose digest they are
-found. Under one key items are only appended: when one is deleted the key is, and so are all keys of what is deleted or
-erased. No copy can then be read any more, wherever it is. A copy covers the items between two positions, so that copies
-that are lost, or added twice, cost a read and nothing else."""
+Copies are read before SQL, which then says in one query who may read the conversation, with which key its copies are
+encrypted, and what follows them. Under one key items are only appended: when one is deleted the key is, and so are all
+keys of what is deleted or erased. No copy can then be read any more, wherever it is. A copy covers the items between
+two positions, so that copies that are lost, or added twice, cost a read and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import os
-from collections.abc import Collection, Sequence
+import struct
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import redis.asyncio.retry
 import redis.backoff
 import redis.exceptions
-import sqlalchemy as sa
 import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -26,7 +26,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from kvloom_common.config import RedisConfig
 from kvloom_common.database.database import Database
 from kvloom_common.discovery.redis_client import redis_client
-from orchestrator.database.schema import items
 from orchestrator.metrics import HOT_READS
 from orchestrator.seal import seal_of
 from orchestrator.store import hot_keys
@@ -41,18 +40,17 @@ MAX_COPIES: Final = 32
 MAX_BYTES: Final = 4 * 2**20
 """The size of a conversation that is copied."""
 _NONCE_BYTES: Final = 12
+_PLACE: Final = struct.Struct("<qq")
+"""A copy begins with the position that it follows, and that of its last item: they are not secret, but sealed."""
 _BEFORE_FIRST: Final = -1
 
 
-class _Copy(msgspec.Struct, array_like=True):
-    """The items, as SQL has them, that follow the one at `after`. The last one is at `last`."""
+class Copies(NamedTuple):
+    """The copies of a conversation that follow one another from the first item on, as Redis has them."""
 
-    after: int
-    last: int
-    bodies: list[bytes]
-
-
-_COPY: Final = msgspec.msgpack.Decoder(_Copy)
+    sealed: list[bytes]
+    last: int = _BEFORE_FIRST
+    """The position of the last item."""
 
 
 class HotRead(NamedTuple):
@@ -63,10 +61,14 @@ class HotRead(NamedTuple):
     """The JSON of all items, in order."""
     key: bytes | None
     """None: the conversation has none yet, and no copies."""
-    new: _Copy | None
-    """The copy that is to be added; None: nothing was new."""
-    replaces: bool
-    """The new copy stands for all."""
+    new: list[bytes]
+    """The items that are to be copied, as SQL has them."""
+    after: int
+    """The position that these follow; -1: they are all, and replace other copies."""
+    last: int
+
+
+_BODIES: Final = msgspec.msgpack.Decoder(list[bytes])
 
 
 class HotItems:
@@ -83,64 +85,61 @@ class HotItems:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def read(self, connection: AsyncConnection, tenant: str, conversation: str) -> HotRead:
-        """All items of a conversation of which the caller's transaction has found that the tenant has it."""
-        key = next(iter(await hot_keys.of(connection, [conversation])), None)
-        copies = [] if key is None else await self._copies(key)
-        known = [body for copy in copies for body in copy.bodies]
-        last = copies[-1].last if copies else _BEFORE_FIRST
-        rows = await _rows_from(connection, conversation, last)
+    async def copies(self, conversation: str) -> Copies:
+        """To be called before the transaction of `read`, which checks them."""
+        found, last = list[bytes](), _BEFORE_FIRST
+        for sealed in await self._asked(self._redis.lrange(self._name(conversation), 0, -1)) or ():
+            if len(sealed) > _PLACE.size and _PLACE.unpack_from(sealed)[0] == last:
+                found.append(sealed)
+                last = _PLACE.unpack_from(sealed)[1]
+        return Copies(found, last)
+
+    async def read(
+        self, connection: AsyncConnection, tenant: str, conversation: str, now: float, copies: Copies
+    ) -> HotRead | None:
+        """All items of a conversation; None if the tenant has none of this id."""
+        rows = await hot_keys.rows_from(connection, tenant, conversation, now, copies.last)
+        if not rows:
+            return None
+        key, last = rows[0].key, copies.last
+        known = [] if key is None else _opened(AESGCM(key), copies)
         if known:
             # A database that was restored from a backup may have gone another way since.
-            if rows and rows[0].position == last and bytes(rows[0].body) == known[-1]:
-                rows = rows[1:]
-            else:
-                known, copies, last = [], [], _BEFORE_FIRST
-                rows = await _rows_from(connection, conversation, last)
+            first = rows[0]
+            known = known if first.position == last and bytes(first.body) == known[-1] else []
+        if copies.sealed and not known:
+            last = _BEFORE_FIRST
+            rows = await hot_keys.rows_from(connection, tenant, conversation, now, last)
         HOT_READS.labels("copy" if known else "none").inc()
-        new, replaces = None, not copies or len(copies) >= MAX_COPIES
-        tail = [bytes(row.body) for row in rows]
-        if rows:
-            every = [*known, *tail] if replaces else tail
-            new = _Copy(_BEFORE_FIRST if replaces else last, rows[-1].position, every)
+        tail = [bytes(row.body) for row in rows if row.position is not None and row.position > last]
         seal = seal_of(connection)
         bodies = [seal.opened(tenant, body) for body in (*known, *tail)]
-        return HotRead(conversation, bodies, key, new, replaces)
+        if not tail:
+            return HotRead(conversation, bodies, key, [], last, last)
+        is_whole = not known or len(copies.sealed) >= MAX_COPIES
+        new, after = ([*known, *tail], _BEFORE_FIRST) if is_whole else (tail, last)
+        return HotRead(conversation, bodies, key, new, after, rows[-1].position)
 
     async def note(self, database: Database, read: HotRead) -> None:
         """Copies what was new in a read, after its transaction."""
         if read.key is None:
             key = AESGCM.generate_key(bit_length=256)
             await database.uninterrupted(hot_keys.give(database, read.conversation, key))
-        elif read.new is not None and sum(map(len, read.new.bodies)) <= MAX_BYTES:
-            nonce = os.urandom(_NONCE_BYTES)
-            sealed = nonce + AESGCM(read.key).encrypt(nonce, msgspec.msgpack.encode(read.new), None)
-            name = self._name(read.key)
+        elif read.new and sum(map(len, read.new)) <= MAX_BYTES:
+            place, nonce = _PLACE.pack(read.after, read.last), os.urandom(_NONCE_BYTES)
+            sealed = AESGCM(read.key).encrypt(nonce, msgspec.msgpack.encode(read.new), place)
+            name = self._name(read.conversation)
             async with self._redis.pipeline(transaction=True) as pipe:
-                if read.replaces:
+                if read.after == _BEFORE_FIRST:
                     pipe.delete(name)
-                pipe.rpush(name, sealed)
+                pipe.rpush(name, place + nonce + sealed)
                 pipe.expire(name, self._kept_seconds)
                 await self._asked(pipe.execute())
 
-    async def forget(self, keys: Collection[bytes]) -> None:
+    async def forget(self, conversations: Collection[str]) -> None:
         """Deletes copies that nobody can read any more, if Redis is there."""
-        if keys:
-            await self._asked(self._redis.delete(*map(self._name, keys)))
-
-    async def _copies(self, key: bytes) -> Sequence[_Copy]:
-        """The copies under a key that follow one another from the first item on."""
-        found: list[_Copy] = []
-        last, cipher = _BEFORE_FIRST, AESGCM(key)
-        for sealed in await self._asked(self._redis.lrange(self._name(key), 0, -1)) or ():
-            try:
-                copy = _COPY.decode(cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None))
-            except (InvalidTag, ValueError):  # somebody else has written there
-                return []
-            if copy.after == last:
-                found.append(copy)
-                last = copy.last
-        return found
+        if conversations:
+            await self._asked(self._redis.delete(*map(self._name, conversations)))
 
     async def _asked(self, command: Any) -> Any:
         """Awaits an answer of Redis; None while it is away."""
@@ -156,10 +155,18 @@ class HotItems:
             log.warning("hot_conversations_paused", cause=type(error).__name__)
             return None
 
-    def _name(self, key: bytes) -> str:
-        return f"{self._prefix}:hot:{hashlib.sha256(key).hexdigest()[:32]}"
+    def _name(self, conversation: str) -> str:
+        return f"{self._prefix}:hot:{hashlib.sha256(conversation.encode()).hexdigest()[:32]}"
 
 
-async def _rows_from(connection: AsyncConnection, conversation: str, first: int) -> Sequence[Any]:
-    wanted = sa.select(items.c.position, items.c.body).where(items.c.parent == conversation, items.c.position >= first)
-    return (await connection.execute(wanted.order_by(items.c.position))).all()
+def _opened(cipher: AESGCM, copies: Copies) -> list[bytes]:
+    """The items, as SQL has them; none if a copy was made with another key."""
+    known: list[bytes] = []
+    begin = _PLACE.size + _NONCE_BYTES
+    for sealed in copies.sealed:
+        try:
+            body = cipher.decrypt(sealed[_PLACE.size : begin], sealed[begin:], sealed[: _PLACE.size])
+            known += _BODIES.decode(body)
+        except (InvalidTag, ValueError):
+            return []
+    return known

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvloom_common.database.database import Database
 from orchestrator.database.schema import hot_keys as table
-from orchestrator.database.schema import objects
+from orchestrator.database.schema import items, objects
+from orchestrator.store.objects import owned
+
+CONVERSATION = "conversation"
 
 
-async def of(connection: AsyncConnection, conversations: Collection[str]) -> list[bytes]:
-    """The keys of those that have one."""
-    return list(await connection.scalars(sa.select(table.c.key).where(table.c.conversation.in_(conversations))))
+async def rows_from(
+    connection: AsyncConnection, tenant: str, conversation: str, now: float, position: int
+) -> Sequence[Any]:
+    """The key of a conversation, beside each of its items from a position on, in order: (key, position, body). A row
+    without an item if there is none; no row for a conversation that is unknown, another tenant's, or deleted."""
+    of_key = sa.outerjoin(objects, table, table.c.conversation == objects.c.id)
+    of_items = of_key.outerjoin(items, sa.and_(items.c.parent == objects.c.id, items.c.position >= position))
+    wanted = sa.select(table.c.key, items.c.position, items.c.body).select_from(of_items)
+    wanted = wanted.where(objects.c.id == conversation, owned(tenant, CONVERSATION, now)).order_by(items.c.position)
+    return (await connection.execute(wanted)).all()
 
 
 async def give(database: Database, conversation: str, key: bytes) -> None:
@@ -22,7 +33,8 @@ async def give(database: Database, conversation: str, key: bytes) -> None:
     conversation, does so before or afterwards."""
     async with database.writing() as connection:
         there = sa.select(objects.c.id).where(objects.c.id == conversation).with_for_update()
-        if await connection.scalar(there) is not None and not await of(connection, [conversation]):
+        known = sa.select(table.c.conversation).where(table.c.conversation == conversation)
+        if await connection.scalar(there) is not None and await connection.scalar(known) is None:
             await connection.execute(table.insert().values(conversation=conversation, key=key))
 
 

@@ -102,7 +102,8 @@ async def add(
     return True
 
 
-def _owned(tenant: str, kind: str, now: float) -> sa.ColumnElement[bool]:
+def owned(tenant: str, kind: str, now: float) -> sa.ColumnElement[bool]:
+    """The tenant's objects of a kind that have not expired."""
     is_alive = sa.or_(objects.c.expires_at.is_(None), objects.c.expires_at > now)
     return sa.and_(objects.c.tenant == tenant, objects.c.kind == kind, is_alive)
 
@@ -112,7 +113,7 @@ async def find(
 ) -> StoredObject | None:
     """None for an id that is unknown, another tenant's, or has expired. `for_update`: its row is locked until the end
     of the transaction."""
-    wanted = sa.select(*_COLUMNS).where(objects.c.id == object_id, _owned(tenant, kind, now))
+    wanted = sa.select(*_COLUMNS).where(objects.c.id == object_id, owned(tenant, kind, now))
     row = (await connection.execute(wanted.with_for_update() if for_update else wanted)).one_or_none()
     return None if row is None else _stored(connection, tenant, row)
 
@@ -139,7 +140,7 @@ async def listed(
 ) -> tuple[list[StoredObject], bool]:
     """A page of the tenant's objects of a kind, by their age, and True if there are more. Raises KvloomError
     (INVALID_ARGUMENT)."""
-    wanted = sa.select(*_COLUMNS).where(_owned(tenant, kind, now))
+    wanted = sa.select(*_COLUMNS).where(owned(tenant, kind, now))
     if label:
         wanted = wanted.where(objects.c.label == label)
     key = sa.tuple_(objects.c.created_at, objects.c.id)
@@ -159,7 +160,7 @@ async def names_after(
 ) -> list[tuple[float, str]]:
     """The times and ids of the tenant's next objects, by their age. `after` may be deleted meanwhile."""
     key, there = sa.tuple_(objects.c.created_at, objects.c.id), sa.tuple_(*map(sa.literal, after))
-    wanted = sa.select(objects.c.created_at, objects.c.id).where(_owned(tenant, kind, now), key > there)
+    wanted = sa.select(objects.c.created_at, objects.c.id).where(owned(tenant, kind, now), key > there)
     rows = await connection.execute(wanted.order_by(objects.c.created_at, objects.c.id).limit(most))
     return [(row.created_at, row.id) for row in rows]
 
@@ -181,7 +182,7 @@ async def move(connection: AsyncConnection, object_id: str, kind: str, expires_a
 
 async def count(connection: AsyncConnection, tenant: str, kind: str, now: float, label: str = "") -> int:
     """How many objects of a kind the tenant has."""
-    wanted = sa.select(sa.func.count()).where(_owned(tenant, kind, now))
+    wanted = sa.select(sa.func.count()).where(owned(tenant, kind, now))
     return await connection.scalar(wanted.where(objects.c.label == label) if label else wanted) or 0
 
 
@@ -192,8 +193,8 @@ async def delete(connection: AsyncConnection, object_ids: Sequence[str]) -> None
     waiting = sa.select(deliveries.c.id).where(deliveries.c.endpoint.in_(object_ids))
     await connection.execute(jobs.delete().where(jobs.c.id.in_(waiting)))
     await connection.execute(jobs.delete().where(jobs.c.id.in_(object_ids), jobs.c.kind == "batch"))
-    owned = (runs.c.response, response_events.c.response, deliveries.c.endpoint, batch_lines.c.batch, items.c.parent)
-    for column in (*owned, hot_keys.c.conversation):
+    parts = (runs.c.response, response_events.c.response, deliveries.c.endpoint, batch_lines.c.batch, items.c.parent)
+    for column in (*parts, hot_keys.c.conversation):
         await connection.execute(column.table.delete().where(column.in_(object_ids)))
     told = [name(one) for one in object_ids for name in (feedback_id, generation_id)]
     await connection.execute(objects.delete().where(objects.c.id.in_([*object_ids, *told])))

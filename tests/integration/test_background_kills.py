@@ -28,7 +28,7 @@ from tests.waiting import eventually
 log = structlog.get_logger()
 pytestmark = pytest.mark.long  # so many deaths take minutes
 
-NUM_KILLS, NUM_RESPONSES = 40, 100
+NUM_KILLS, NUM_RESPONSES = 200, 500
 AT_A_TIME = 24
 EVENTS = 25
 """Fewer than any response has: the kills are over before the responses are."""
