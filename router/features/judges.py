@@ -117,6 +117,7 @@ class JudgeDesk:
             prepared.request,
             choices=(ChoiceSpec(slot, 0),),
             prompt_text="",
+            guardrails=(),
             tier=JUDGE_TIER,
             priority_class=self._priority_class,
             is_cacheable=False,
