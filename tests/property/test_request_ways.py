@@ -80,6 +80,7 @@ PARTICULAR: Final[Mapping[str, st.SearchStrategy[Any]]] = {
         {"deadline_ms": milliseconds, "ttft_ms": milliseconds, "tpot_ms": milliseconds, "elapsed_ms": st.just(3.0)}
     ),
     "pooling": st.none(),  # test_an_embedding_is_the_same_request_on_every_way
+    "images": st.just(()),  # no model here sees any (tests/integration/test_image_inputs.py)
     "request_id": st.just("r"),
     "timeout_seconds": st.just(90.0),
 }
