@@ -8,12 +8,7 @@ engine_peers/               other engines for `kvloom-lab bench engine-peers`
 peers/                      other gateways for `kvloom-lab bench data-plane --peers`
 autoscaling.py              `kvloom-lab bench autoscaling`: a day on fleets whose size several laws decide
 autoscaling_laws.py         those laws
-context_windows.py          `kvloom-lab bench context-window`: cache hits of conversations beyond the window
-conversations_command.py    `kvloom-lab bench conversations`: cache hits of each placement policy on a live fabric
-conversations.py            plays conversations over HTTP
 injections/                 `kvloom-lab bench injections`: trains the classifier of prompt injections, and attacks it
-infinite_cache.py           the hits that a perfect cache would have
-overload.py                 `kvloom-lab bench overload`: goodput under overload, in virtual time
 regions.py                  `kvloom-lab bench regions`: a day in several cells, and the loss of one
 region_model.py             those cells, in one virtual time
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases

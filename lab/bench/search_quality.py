@@ -13,14 +13,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvloom_common.text.tokenizer import ModelTokenizer
-from lab.bench.encoder_peers.kvloom_worker import KvloomEncoder
 from lab.bench.experiment import Column, Report, TableOf, count, experiment
+from lab.bench.injections.command import TextEncoder
 from orchestrator.search.chunking import ChunkSize, chunks_of
 from orchestrator.search.index import StoreIndex
 from orchestrator.search.searcher import Wanted, ranked
 from orchestrator.store.vector_chunks import Chunk
-from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_encoder
 
 MIN_CHARS: Final = 200
 """Shorter documents say too little to be found by."""
@@ -28,9 +26,6 @@ RESULTS: Final = 64
 CUTOFFS: Final = (1, 5, 10)
 SIZE: Final = ChunkSize(256, 128)
 """That of `auto` with the built-in encoder."""
-_MAX_TOKENS: Final = 256
-"""The window of the encoder's training; the rest of a text is not read."""
-_BATCH: Final = 64
 _MODULES: Final = (
     *("argparse", "array", "ast", "asyncio", "base64", "bisect", "calendar", "collections", "concurrent.futures"),
     *("configparser", "contextlib", "copy", "csv", "ctypes", "datetime", "decimal", "difflib", "dis", "email.message"),
@@ -44,21 +39,6 @@ _MODULES: Final = (
     *("urllib.request", "warnings", "weakref", "xml.dom.minidom", "xml.etree.ElementTree", "zipfile", "zoneinfo"),
     *("numpy", "numpy.fft", "numpy.linalg", "numpy.random", "numpy.polynomial", "numpy.ma", "numpy.testing"),
 )  # fmt: skip
-
-
-class BuiltInEncoder:
-    """Embeds texts with the fabric's own engine and encoder."""
-
-    def __init__(self, num_threads: int) -> None:
-        folder = find_builtin_encoder()
-        self._tokenizer = ModelTokenizer.load(folder)
-        self._encoder = KvloomEncoder(str(folder), num_threads, "{}")
-
-    def embed(self, texts: Sequence[str]) -> Any:
-        """Return the embeddings, [texts, dimensions]."""
-        ids = [self._tokenizer.encode_now(text, add_special_tokens=True)[:_MAX_TOKENS] for text in texts]
-        batches = [ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH)]
-        return np.concatenate([np.array(self._encoder.run(batch), dtype=np.float32) for batch in batches])
 
 
 def questions_and_documents(most: int) -> dict[str, str]:
@@ -129,10 +109,9 @@ _COLUMNS: Final = (
 @experiment(
     "search-quality",
     count("--questions", 1000, "Questions, each with a document of its own.", most=5000, to="num_questions"),
-    count("--threads", 2, "The threads of the encoder.", to="num_threads"),
 )
-def bench_search_quality(num_questions: int, num_threads: int) -> Report:
+def bench_search_quality(num_questions: int) -> Report:
     """Measure how often a vector store finds the right document, by words, by vectors and by both."""
-    report = run_bench(questions_and_documents(num_questions), BuiltInEncoder(num_threads))
+    report = run_bench(questions_and_documents(num_questions), TextEncoder())
     about = f"{report['num_questions']:,} questions, as many documents, {report['num_chunks']:,} chunks"
     return Report(report, [about, TableOf(_COLUMNS, report["rankings"])])

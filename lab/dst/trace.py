@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Final
 
-from kvloom.v1.error_reason_pb2 import ErrorReason
+import msgspec
+
 from kvloom_common.finish_reasons import FINISH_REASON_NAMES
 from lab.dst.environment import TraceEntry
 from lab.dst.scenario import Scenario
-from router.core.actions import (
-    Action,
-    AnswerResampled,
-    CancelOnShard,
-    CheckPrompt,
-    PrefillLegCounted,
-    RequestEnded,
-    RequestsMoved,
-    ScreenAnswers,
-    SendStep,
-    SequencesPreempted,
-    ShardHealthChanged,
-    SubmitAttempt,
-    WantKvSnapshot,
-)
-from router.core.events import (
-    AnswersScreened,
-    ClientGone,
-    Event,
-    KvEventsArrived,
-    KvSnapshotArrived,
-    LoadReported,
-    PromptVerdict,
-    Request,
-    RequestArrived,
-    RequestCancelled,
-    SafetyUp,
-    ShardDown,
-    ShardUp,
-    SlotsCancelled,
-    StepArrived,
-)
+from router.core.events import Request, RequestArrived
 from router.core.frames import Finish, Step
+
+MAX_ITEMS: Final = 6
+"""The most items of a list that are shown; of a longer one it is the length."""
 
 
 def scenario_lines(scenario: Scenario) -> list[str]:
@@ -61,93 +36,38 @@ def history_lines(trace: Sequence[TraceEntry], num_lines: int) -> list[str]:
     """The newest `num_lines` entries, oldest first."""
     newest = itertools.islice(trace, max(0, len(trace) - num_lines), None)
     return [
-        f"{time - 100.0:9.4f} {router} {_event(event)}{' -> ' if actions else ''}{'; '.join(map(_action, actions))}"
+        f"{time - 100.0:9.4f} {router} {_shown(event)}{' -> ' if actions else ''}{'; '.join(map(_shown, actions))}"
         for time, router, event, actions in newest
     ]
 
 
-def _event(event: Event | str) -> str:
-    match event:
-        case str():
-            return event
-        case StepArrived():
-            return f"step from {event.shard_id}: {_step(event.step)}"
-        case RequestArrived():
-            return f"request {_request(event.request)}"
-        case SlotsCancelled():
-            return f"cancel {event.client_id} slots {list(event.slots)}"
-        case RequestCancelled():
-            return f"cancel {event.request_id}"
-        case ClientGone():
-            return f"gone {event.client_id}"
-        case ShardUp():
-            return f"up {event.shard.incarnation_id}"
-        case ShardDown():
-            return f"down {event.shard_id}"
-        case KvEventsArrived():
-            num_stored = sum(len(change.stored) for change in event.changes)
-            num_removed = sum(len(change.removed) for change in event.changes)
-            return f"kv {event.shard_id} #{event.number} +{num_stored} -{num_removed}"
-        case KvSnapshotArrived():
-            return f"kv {event.shard_id} snapshot #{event.number}, {len(event.block_hashes)} blocks"
-        case LoadReported():
-            load = event.load
-            draining = " draining" if load.draining else ""
-            draining += ", hands over" if load.hand_over else ""
-            return f"load {event.shard_id} running {load.num_running} waiting {load.num_waiting}{draining}"
-        case PromptVerdict():
-            return f"verdict on check {event.check_id}: {'allowed' if event.allowed else 'blocked'}"
-        case AnswersScreened():
-            clear = dict(zip(event.slots, event.num_clear_chars, strict=True))
-            halts = {halt.slot: halt.num_clear_chars for halt in event.halts}
-            return f"screened: clear {clear}, halted {halts}, closed {list(event.closed_slots)}"
-        case SafetyUp():
-            return f"safety up, prompts {event.screens_prompts}, answers {event.screens_answers}"
+def _shown(value: object, *, has_arrived: bool = False) -> str:
+    """A value in a few words: a struct by its name and those of its fields that say something, and a request by its id
+    unless it has just arrived."""
+    match value:
+        case Request() if not has_arrived:
+            return value.request_id
+        case Step():
+            return _step(value)
+        case msgspec.Struct():
+            fields = [(name, getattr(value, name)) for name in value.__struct_fields__]
+            arrived = isinstance(value, RequestArrived)
+            shown = [f"{name} {_shown(own, has_arrived=arrived)}" for name, own in fields if own]
+            return f"{type(value).__name__}({', '.join(shown)})"
+        case enum.Enum():
+            return value.name.lower()
+        case list() | tuple() | set() | frozenset() | dict():
+            if len(value) > MAX_ITEMS:
+                return f"{len(value)} items"
+            if isinstance(value, dict):
+                return f"{{{', '.join(f'{_shown(key)}: {_shown(own)}' for key, own in value.items())}}}"
+            return f"[{', '.join(map(_shown, value))}]"
+        case float():
+            return f"{value:g}"
+        case str() | int() | bytes() | Exception():
+            return str(value)
         case _:
-            return type(event).__name__
-
-
-def _action(action: Action) -> str:
-    match action:
-        case SendStep():
-            return f"send {action.client_id} {_step(action.step)}"
-        case SubmitAttempt():
-            slots = {spec.slot: len(spec.output_token_ids) for spec in action.choices}
-            return f"submit {action.request.request_id} #{action.attempt_id} to {action.shard_id} slots {slots}"
-        case CancelOnShard():
-            return f"cancel slots {list(action.slots)} on {action.shard_id}"
-        case WantKvSnapshot():
-            return f"want snapshot of {action.shard_id}"
-        case CheckPrompt():
-            return f"check {action.check_id}"
-        case ScreenAnswers():
-            texts = dict(zip(action.slots, action.deltas, strict=True))
-            return f"screen {texts}, close {list(action.close_slots)}"
-        case ShardHealthChanged():
-            return f"{action.shard_id} is {action.state.value} {action.symptom}".rstrip()
-        case RequestsMoved():
-            return f"moved {action.num_requests} requests off {action.shard_id}"
-        case SequencesPreempted():
-            return f"preempted slots {list(action.slots)} of {action.tenant} on {action.shard_id}"
-        case PrefillLegCounted():
-            return f"prefill leg on {action.shard_id}: {action.outcome or 'begun'}"
-        case AnswerResampled():
-            return (
-                f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"
-            )
-        case RequestEnded():
-            return f"ended {action.request_id} {FINISH_REASON_NAMES[action.reason]} {action.num_output_tokens} tokens"
-        case _:
-            return type(action).__name__
-
-
-def _request(request: Request) -> str:
-    choices = {choice.slot: len(choice.output_token_ids) for choice in request.choices}
-    return (
-        f"{request.request_id} of {request.client_id} {request.tenant}, {len(request.prompt_token_ids)} prompt tokens, "
-        f"{request.tier.name.lower()}, "
-        f"max {request.max_tokens}, timeout {request.timeout_seconds:g}, slots {choices}, {request.prompt_text}"
-    )
+            return type(value).__name__
 
 
 def _step(step: Step) -> str:
@@ -161,14 +81,12 @@ def _step(step: Step) -> str:
             slot: step.token_ids[end - count : end] for slot, count, end in zip(step.slots, counts, ends, strict=True)
         }
         parts.append(f"tokens {tokens}")
-    parts += [f"end {finish.slot} {_finish(finish)}" for finish in step.finishes]
+    parts += [f"end {finish.slot} {_end(finish)}" for finish in step.finishes]
     return ", ".join(parts)
 
 
-def _finish(finish: Finish) -> str:
-    if finish.error is None:
-        return FINISH_REASON_NAMES[finish.reason]
-    return ErrorReason.Name(finish.error.reason).removeprefix("ERROR_REASON_").lower()
+def _end(finish: Finish) -> str:
+    return FINISH_REASON_NAMES[finish.reason] if finish.error is None else finish.error.reason_name.lower()
 
 
 def join_lines(lines: Iterable[str]) -> str:

@@ -72,14 +72,12 @@ def main() -> None:
 
 
 BENCHES_IN_THE_LAB: Final = (
-    "conversations",
     "data-plane",
     "index",
-    "overload",
     "routing",
 )
-"""These were commands of `kvloom bench` before 0.3.0. Others were of one use, and are gone: brownout, directory,
-fair-queue, fairness, kv-shares, memory, preemption, spot-notice, tenants and tenant-timing."""
+"""These were commands of `kvloom bench` before 0.3.0. Others were of one use, and are gone: brownout, conversations,
+directory, fair-queue, fairness, kv-shares, memory, overload, preemption, spot-notice, tenants and tenant-timing."""
 
 
 @click.group(

@@ -21,7 +21,7 @@ from tools.simulate.workload import Outcome
 from tools.simulate.world import simulate
 
 MEAN_OUTPUT_TOKENS: Final = 500.0
-"""Longer answers than those of `lab/bench/overload.py`, as of a model that writes or reasons: what a cap can save."""
+"""Longer answers than those of `overload_model.py`, as of a model that writes or reasons: what a cap can save."""
 NORMAL_LOAD: Final = 0.5
 _CALLS_PER_SHARD: Final = 2000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench.overload import OverloadPlan, find_capacity, measure
+from tests.lab.dst.overload_model import OverloadPlan, find_capacity, measure
 
 
 @pytest.mark.parametrize(

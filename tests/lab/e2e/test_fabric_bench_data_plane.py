@@ -69,7 +69,7 @@ def test_two_variants_are_measured_alternately(model_dir: Path, tmp_path: Path):
     assert compared["difference"]["transit_ms"]["p99"] is not None
 
 
-@pytest.mark.long  # in every run one bench starts a fabric: that of test_fabric_conversations.py
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_fleet_in_one_process_is_measured_as_a_fleet(model_dir: Path, tmp_path: Path):
     """Hundreds of shards are simulated by one process: routers must see each, place on each, and lose no answer."""

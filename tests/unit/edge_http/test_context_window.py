@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from edge_http.openai.responses.context_window import KEPT_SHARE, first_kept, left_out, within
 from kvloom.text.chat_message import ChatMessage
-from lab.bench.context_windows import conversation, measured, sliding
 from tests.examples import num_examples
+from tests.fakes.context_windows import conversation, measured, sliding
 
 ROOM = 1000
 TURNS = st.lists(st.integers(1, 400), min_size=1, max_size=60)

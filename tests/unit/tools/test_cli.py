@@ -142,7 +142,7 @@ def test_without_a_command_the_help_is_shown(args: list[str], heading: str, caps
     assert "error" not in shown.splitlines()[-1]
 
 
-@pytest.mark.parametrize("former", ["dst", "chaos", "bench overload", "bench data-plane"])
+@pytest.mark.parametrize("former", ["dst", "chaos", "bench index", "bench data-plane"])
 def test_a_command_that_went_to_the_laboratory_says_so(former: str, capsys: pytest.CaptureFixture[str]):
     """Scripts and habits have the former names, and "no such command" would not help."""
     with pytest.raises(SystemExit) as exit_info:

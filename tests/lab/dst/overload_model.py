@@ -1,4 +1,4 @@
-"""`kvloom-lab bench overload`: goodput under overload, in virtual time and with clients that have deadlines.
+"""Goodput under overload, in virtual time and with clients that have deadlines.
 
 A request is good when its last token arrives within its deadline, counted from its arrival. Load 1 is the rate that the
 fleet completes when requests never run out and have no deadline.
@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, number
 from lab.bench.modelled import Lengths, RandomCalls, fleet_capacity, percentile, router_core, share_of
 from router.core.core_config import NO_OVERLOAD_CONTROL
-from router.core.placement import POLICIES
 from router.core.rule_settings import OverloadSettings
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import PROFILES
@@ -23,21 +21,6 @@ from tools.simulate.world import simulate
 LENGTHS: Final = Lengths("lengths", 2000.0, 150.0, 32_000, 2000)
 WARM_UP_SHARE: Final = 0.25
 """Share of the virtual time whose arrivals are not counted."""
-_TITLES: Final = {
-    "shedding": "Requests are refused early",
-    "without": "Only a full queue refuses (sheds_load_early = false)",
-}
-_COLUMNS: Final = (
-    Column("load", "load", "g", "x"),
-    Column("requests/s", "requests_per_second", ".1f"),
-    Column("good/s", "goodput_per_second", ".1f"),
-    Column("good", "good_share", ".0%"),
-    Column("refused at once", "refused_at_once_share", ".0%"),
-    Column("given up late", "given_up_late_share", ".1%"),
-    Column("wasted prefill", "wasted_share", ".1%"),
-    Column("TTFT p50 s", "ttft_p50", ".2f"),
-    Column("p99", "ttft_p99", ".2f"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +32,6 @@ class OverloadPlan:
     seconds: float = 120.0
     """Virtual time during which requests arrive."""
     seed: int = 1
-    loads: Sequence[float] = (0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def find_capacity(plan: OverloadPlan) -> float:
@@ -88,31 +70,6 @@ def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_load_earl
     }
 
 
-def run(plan: OverloadPlan) -> dict[str, Any]:
-    """Measure every load with and without early shedding."""
-    capacity = find_capacity(plan)
-    runs = {
-        name: [measure(plan, capacity, load, sheds_load_early=sheds_load_early) for load in plan.loads]
-        for name, sheds_load_early in (("shedding", True), ("without", False))
-    }
-    return {
-        "capacity_per_second": round(capacity, 2),
-        "deadline_seconds": plan.deadline_seconds,
-        "num_shards": plan.num_shards,
-        "profile": plan.profile,
-        "policy": plan.policy,
-        "seed": plan.seed,
-        "goodput_kept": {name: _kept(rows) for name, rows in runs.items()},
-        **runs,
-    }
-
-
-def _kept(rows: Sequence[dict[str, Any]]) -> float:
-    """Goodput at the highest load, relative to the peak."""
-    peak = max(row["goodput_per_second"] for row in rows)
-    return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
-
-
 def _overload(*, sheds_load_early: bool) -> OverloadSettings:
     return router_core().overload if sheds_load_early else NO_OVERLOAD_CONTROL
 
@@ -123,28 +80,3 @@ def _wasted_share(outcomes: Sequence[Outcome]) -> float:
     num_tokens = sum(outcome.call.num_prompt_tokens for outcome in sent)
     num_wasted = sum(outcome.call.num_prompt_tokens for outcome in sent if outcome.failed)
     return share_of(num_wasted, num_tokens) or 0.0
-
-
-@experiment(
-    "overload",
-    count("--shards", 2, to="num_shards"),
-    choice("--profile", sorted(PROFILES), "70b", "The modelled shard: a model and its hardware."),
-    choice("--policy", sorted(POLICIES), "ect", "Placement policy."),
-    number(
-        "--deadline-seconds", 20.0, "From a request's arrival to its last token; later is worth nothing.", above=True
-    ),
-    number("--seconds", 120.0, "Virtual time during which requests arrive.", least=1),
-    count("--seed", 1, least=0),
-)
-def bench_overload(**plan: Any) -> Report:
-    """Measure goodput at 0.5 to 3 times the fleet's capacity, with the real router core and modelled shards in virtual
-    time, so that the figures are the same on every machine."""
-    report = run(OverloadPlan(**plan))
-    parts: list[TableOf | str] = [
-        f"{report['num_shards']} x {report['profile']}, {report['policy']}: the fleet completes "
-        f"{report['capacity_per_second']:g} requests/s; deadline {report['deadline_seconds']:g} s"
-    ]
-    for name, title in _TITLES.items():
-        kept = f"goodput at the highest load: {report['goodput_kept'][name]:.0%} of its peak\n"
-        parts += [TableOf(_COLUMNS, report[name], title), kept]
-    return Report(report, parts)

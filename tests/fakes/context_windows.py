@@ -1,5 +1,4 @@
-"""`kvloom-lab bench context-window`: how much of its prompts a conversation finds in the prefix cache, by how it is
-kept within the model's window."""
+"""How much of its prompts a conversation finds in the prefix cache, by how it is kept within the model's window."""
 
 from __future__ import annotations
 
@@ -8,21 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from edge_http.openai.responses.context_window import within
 from kvloom.text.chat_message import ChatMessage
 from kvloom_common.text.block_hash import block_hashes, root_hash
-from lab.bench.experiment import Column, Report, TableOf, count, experiment
 
 Choose = Callable[[Sequence[ChatMessage], Sequence[int]], Sequence[ChatMessage]]
 """The messages of a prompt, of all with their tokens."""
 _BLOCK_SIZE: Final = 16
-_COLUMNS: Final = (
-    Column("kept within the window by", "policy", is_left=True),
-    Column("prompt tokens", "prompt_tokens", ","),
-    Column("in the cache", "hit_rate", ".1%"),
-    Column("to compute", "computed_tokens", ","),
-    Column("longest prompt", "longest_prompt", ","),
-)
 
 
 def sliding(room: int) -> Choose:
@@ -66,23 +56,3 @@ def measured(talks: Sequence[Sequence[tuple[ChatMessage, Sequence[int]]]], choos
             known.update(block_hashes([*prompt, *talk[end][1]], _BLOCK_SIZE, root))
     cost = {"prompt_tokens": num_tokens, "computed_tokens": num_tokens - num_cached, "longest_prompt": longest}
     return {"hit_rate": num_cached / num_tokens, **cost}
-
-
-@experiment(
-    "context-window",
-    count("--turns", 30, "Turns of a conversation.", to="num_turns"),
-    count("--conversations", 200, to="num_conversations"),
-    count("--room", 4096, "The tokens of a prompt.", least=512),
-    count("--seed", 1),
-)
-def bench_context_window(num_turns: int, num_conversations: int, room: int, seed: int) -> Report:
-    """Compare ways to keep a conversation within the window, by what the prefix cache has of its prompts."""
-    rng = random.Random(seed)
-    talks = [conversation(num_turns, rng) for _ in range(num_conversations)]
-    policies: dict[str, Choose] = {
-        "nothing (full history)": lambda messages, _: messages,
-        "a sliding window": sliding(room),
-        'truncation: "auto"': lambda messages, sizes: within(messages, sizes, room),
-    }
-    rows = [{"policy": name, **measured(talks, choose)} for name, choose in policies.items()]
-    return Report(rows, [TableOf(_COLUMNS, rows)])
