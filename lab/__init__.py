@@ -8,6 +8,7 @@ chaos/        `kvloom-lab chaos`: a live fabric under faults
 redteam/      `kvloom-lab redteam`: attacks on the safety policy, through every API
 bench/        `kvloom-lab bench`: what parts and policies cost and bring, also beside others' gateways and engines
 traces/       `kvloom-lab trace`: the trace of one request
+flags.py      the flags of commands, with a line for each
 free_ports.py  ports for processes that start a moment later
 process_counters.py  CPU time, context switches and memory of processes
 train_adapter.py  trains a small LoRA adapter, for demonstrations and tests

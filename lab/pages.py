@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import click
+
 from tools.failures import CommandError
 from tools.interpreter import interpreter_name
 
+PAGE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
+"""The type of a flag that names a page."""
 END: Final = "<!-- end table -->"
 
 

@@ -12,7 +12,7 @@ injections/                 `kvloom-lab bench injections`: trains the classifier
 regions.py                  `kvloom-lab bench regions`: a day in several cells, and the loss of one
 region_model.py             those cells, in one virtual time
 phrases.py                  `kvloom-lab bench phrases`: deny lists of many phrases
-experiment.py               what all benches share: flags, a run, rows, and their table and JSON
+experiment.py               what all benches share: a run, rows, and their table and JSON
 modelled.py                 experiments in virtual time: requests at random times, a fleet's capacity
 prefix_index.py             `kvloom-lab bench index`: the router's prefix index
 prefix_index_fill.py        fills an index as a fleet does

@@ -10,8 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from lab.bench.autoscaling_laws import BusyShareLaw, FixedFleet, KvloomLaw, LatencyLaw
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, number, show_progress
+from lab.bench.experiment import Column, Report, TableOf, experiment, show_progress
 from lab.bench.modelled import Lengths, RandomCalls, percentile, router_core
+from lab.flags import count, number
 from tools.simulate.fleet.fleet import FleetOptions
 from tools.simulate.fleet.profile import Profile
 from tools.simulate.fleet.scaling import FleetScaler

@@ -21,7 +21,8 @@ from aiohttp import web
 
 from kvloom.v1 import external_processor_pb2 as ext_proc
 from kvloom.v1.external_processor_pb2_grpc import ExternalProcessorStub
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
+from lab.bench.experiment import Column, Report, TableOf, experiment
+from lab.flags import count, flag
 from tools.gateway.exchange import DESTINATION
 from tools.gateway.prompts import BYTES_PER_TOKEN, CHAT_PATH
 

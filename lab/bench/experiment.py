@@ -1,4 +1,4 @@
-"""The harness of all benches: flags, a run, rows, and their table and JSON.
+"""The harness of all benches: a run, rows, and their table and JSON.
 
 A bench declares its flags and a function that runs it and returns a `Report`:
 
@@ -13,62 +13,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from lab.pages import write_table
-from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.options import data_dir_option, option
-
-Flag = Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""Given the bench's scope, which is in the names of its environment variables, it adds an option to the command."""
-
-
-def flag(name: str, kind: click.ParamType | type, default: Any = None, about: str = "", **settings: Any) -> Flag:
-    """`settings` are those of click.option; `to` is the name of the parameter. Without a default, `about` says what
-    holds then."""
-    names = (name, settings.pop("to")) if "to" in settings else (name,)
-    settings |= {"type": kind, "default": default, "show_default": default is not None}
-    return lambda scope: option(*names, scope=scope, help=about or None, **settings)
-
-
-def count(name: str, default: int, about: str = "", *, least: int = 1, most: int | None = None, to: str = "") -> Flag:
-    """A whole number. Its parameter has the flag's own name unless `to` is another one."""
-    return flag(name, click.IntRange(least, most), default, about, **({"to": to} if to else {}))
-
-
-def number(
-    name: str,
-    default: float | None,
-    about: str,
-    *,
-    least: float = 0.0,
-    most: float | None = None,
-    above: bool = False,
-    to: str = "",
-) -> Flag:
-    """A number between `least` and `most`, and with `above` not `least` itself."""
-    return flag(name, click.FloatRange(least, most, min_open=above), default, about, **({"to": to} if to else {}))
-
-
-def choice(name: str, choices: Sequence[str], default: str, about: str = "") -> Flag:
-    return flag(name, click.Choice(choices), default, about)
-
-
-def switch(name: str, about: str) -> Flag:
-    return lambda scope: option(name, scope=scope, is_flag=True, help=about)
-
-
-def DATA_DIR(scope: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001, N802  (a Flag)
-    """--data-dir, whose variable is that of all commands."""
-    return data_dir_option
-
-
-MODEL: Final = flag("--model", str, BUILTIN_MODEL_NAME, "Name, directory or .gguf file.", metavar="NAME|PATH")
+from lab.flags import Flag, flags
+from lab.pages import PAGE, write_table
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -116,10 +69,7 @@ class Report(msgspec.Struct, frozen=True):
     """False makes the exit status 1: something happened that must not."""
 
 
-_PAGE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
-
-
-def experiment(name: str, *flags: Flag, page: str = "") -> Callable[[Callable[..., Report]], click.Command]:
+def experiment(name: str, *given: Flag, page: str = "") -> Callable[[Callable[..., Report]], click.Command]:
     """Make a command of a function that gets the values of the flags and returns a report. `page` says what `--page`
     writes; without it there is no such flag."""
 
@@ -134,10 +84,8 @@ def experiment(name: str, *flags: Flag, page: str = "") -> Callable[[Callable[..
         decorated: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(perform)
         if page:
             about = f"Write {page} into this page, between its markers."
-            decorated = click.option("--page", type=_PAGE, help=about)(decorated)
-        for add in reversed(flags):
-            decorated = add(f"bench-{name}")(decorated)
-        return click.command(name)(decorated)
+            decorated = click.option("--page", type=PAGE, help=about)(decorated)
+        return click.command(name)(flags(f"bench-{name}", *given)(decorated))
 
     return make
 

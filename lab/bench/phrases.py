@@ -20,7 +20,8 @@ from typing import Any, Final
 import click
 import psutil
 
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
+from lab.bench.experiment import Column, Report, TableOf, experiment
+from lab.flags import count, flag
 from router.links.prefilter import Prefilter
 from router.links.prompt_filter import PromptFilter
 from safety_svc.policy import SafetyPolicy

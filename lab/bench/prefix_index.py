@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from kvloom.v1.kv_event_pb2 import KvSnapshot
 from kvloom.v1.shard_service_pb2 import ShardServiceConnectResponse
 from kvloom_common.text.block_hash import block_hashes, root_hash
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, flag
+from lab.bench.experiment import Column, Report, TableOf, experiment
 from lab.bench.prefix_index_fill import FilledIndex, chain
+from lab.flags import count, flag
 from router.core.prefix_index.prefix_index import PrefixIndex
 
 BATCHES: Final = (1, 16, 512)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from lab.bench.autoscaling import SMALL_GPU
-from lab.bench.experiment import Column, Report, TableOf, count, experiment, number, show_progress
+from lab.bench.experiment import Column, Report, TableOf, experiment, show_progress
 from lab.bench.modelled import percentile
 from lab.bench.region_model import (
     MAX_CELLS,
@@ -24,6 +24,7 @@ from lab.bench.region_model import (
     round_trips,
     without_cache,
 )
+from lab.flags import count, number
 
 RULES: Final[Mapping[str, Choose]] = {
     "own cell only": own_first,

@@ -13,8 +13,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from lab.bench.experiment import Column, Report, TableOf, count, experiment
+from lab.bench.experiment import Column, Report, TableOf, experiment
 from lab.bench.injections.command import TextEncoder
+from lab.flags import count
 from orchestrator.search.chunking import ChunkSize, chunks_of
 from orchestrator.search.index import StoreIndex
 from orchestrator.search.searcher import Wanted, ranked

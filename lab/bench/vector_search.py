@@ -9,7 +9,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from lab.bench.experiment import Column, Report, TableOf, count, experiment
+from lab.bench.experiment import Column, Report, TableOf, experiment
+from lab.flags import count
 from orchestrator.search.chunking import ChunkSize, chunks_of
 from orchestrator.search.index import StoreIndex, ranked_words
 from orchestrator.store.vector_chunks import Chunk

@@ -18,7 +18,8 @@ import torch
 
 from kvloom.errors import KvloomError
 from kvloom_common.text.tokenizer import ChatMessage, ModelTokenizer
-from lab.bench.experiment import DATA_DIR, MODEL, Report, count, experiment, number, show_progress
+from lab.bench.experiment import Report, experiment, show_progress
+from lab.flags import DATA_DIR, MODEL, count, number
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.packed_files import load_packed
 from shard_server.engines.torch_engine.checkpoint.weights import load_weights

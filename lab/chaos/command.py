@@ -18,11 +18,12 @@ from lab.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
 from lab.chaos.fabric.surroundings import unavailable
 from lab.chaos.region_loss import lose_region
 from lab.chaos.run import ChaosPlan, Progress, run_chaos
-from lab.pages import check_page, write_table
+from lab.flags import DATA_DIR, JSON, choice, count, flag, flags, number, plain, switch
+from lab.pages import PAGE, check_page, write_table
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
 from tools.models.resolve import model_cache_dir, resolve_model
-from tools.options import data_dir_option, option
+from tools.options import option
 
 _QUIET_SECONDS: Final = 10.0
 """The time between progress lines if the output is not a terminal."""
@@ -96,148 +97,94 @@ def _list_faults(context: click.Context, _parameter: click.Parameter, value: boo
 
 
 @click.command("chaos")
-@option(
-    "--minutes",
-    type=click.FloatRange(0.1, 24 * 60),
-    scope="chaos",
-    default=2.0,
-    show_default=True,
-    help="The duration.",
+@flags(
+    "chaos",
+    number("--minutes", 2.0, "The duration.", least=0.1, most=24 * 60),
+    count("--seed", 0, "The seed of the faults and the users.", least=0),
+    choice("--engine", ["sim", "torch"], "sim", "The engine of the shards."),
+    count("--shards", 3, "The number of shards of each model.", most=64, to="num_shards"),
+    count(
+        "--models",
+        1,
+        "The number of models (sim engine). Users ask for one at random, and models are unloaded and put to sleep.",
+        most=8,
+        to="num_models",
+    ),
+    count(
+        "--tenants",
+        0,
+        "The number of tenants (sim engine). Users have keys, limits and budgets, which change during the run.",
+        least=0,
+        most=16,
+        to="num_tenants",
+    ),
+    count("--edges", 2, "The number of edges.", most=16, to="num_edges"),
+    count("--routers", 2, "The number of routers.", most=16, to="num_routers"),
+    count(
+        "--users",
+        None,
+        f"The number of concurrent users.  [default: {_NUM_USERS}; for a soak {_NUM_SOAK_USERS}]",
+        most=1000,
+        to="num_users",
+    ),
+    flag(
+        "--faults",
+        str,
+        "all",
+        f"The kinds of faults, separated by commas: {_NAMES}.",
+        to="kinds",
+        callback=_parse_kinds,
+    ),
+    plain(
+        click.option(
+            "--list-faults",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_list_faults,
+            help="List the kinds of faults, what each does and whether it is available on this machine, and exit.",
+        )
+    ),
+    number(
+        "--attack-seconds",
+        None,
+        "Instead of faults: attackers use every port for so long. The report compares the users before, during and "
+        "after.",
+        least=1.0,
+        most=24 * 3600,
+    ),
+    flag(
+        "--attacks",
+        str,
+        "all",
+        f"What a hostile neighbour does, separated by commas: {', '.join(ATTACK_NAMES)}.",
+        callback=_parse_attacks,
+    ),
+    number(
+        "--long-hangs",
+        LONG_HANG_SHARE,
+        "The share of hangs of shards, routers and links that outlast the patience of the other processes.",
+        most=1.0,
+        to="long_hang_share",
+    ),
+    switch("--soak", "Inject no faults: apply a steady load and record the memory of each process over time."),
+    switch(
+        "--region-loss",
+        "Instead of faults: two cells (docs/operate/regions.md) with streams of two tenants, one of which is resident "
+        "in the cell that is lost, by its network and then with its processes. It takes a minute.",
+    ),
+    flag("--page", PAGE, None, "Write the report between the markers of this page."),
+    plain(
+        option(
+            "--model",
+            default=BUILTIN_MODEL_NAME,
+            show_default=True,
+            help="The name of a model, its directory or a .gguf file.",
+        )
+    ),
+    DATA_DIR,
+    JSON,
 )
-@option(
-    "--seed",
-    type=click.IntRange(0),
-    scope="chaos",
-    default=0,
-    show_default=True,
-    help="The seed of the faults and the users.",
-)
-@option(
-    "--engine",
-    type=click.Choice(["sim", "torch"]),
-    scope="chaos",
-    default="sim",
-    show_default=True,
-    help="The engine of the shards.",
-)
-@option(
-    "--shards",
-    "num_shards",
-    type=click.IntRange(1, 64),
-    scope="chaos",
-    default=3,
-    show_default=True,
-    help="The number of shards of each model.",
-)
-@option(
-    "--models",
-    "num_models",
-    type=click.IntRange(1, 8),
-    scope="chaos",
-    default=1,
-    show_default=True,
-    help="The number of models (sim engine). Users ask for one at random, and models are unloaded and put to sleep.",
-)
-@option(
-    "--tenants",
-    "num_tenants",
-    type=click.IntRange(0, 16),
-    scope="chaos",
-    default=0,
-    show_default=True,
-    help="The number of tenants (sim engine). Users have keys, limits and budgets, which change during the run.",
-)
-@option(
-    "--edges",
-    "num_edges",
-    type=click.IntRange(1, 16),
-    scope="chaos",
-    default=2,
-    show_default=True,
-    help="The number of edges.",
-)
-@option(
-    "--routers",
-    "num_routers",
-    type=click.IntRange(1, 16),
-    scope="chaos",
-    default=2,
-    show_default=True,
-    help="The number of routers.",
-)
-@option(
-    "--users",
-    "num_users",
-    type=click.IntRange(1, 1000),
-    scope="chaos",
-    help=f"The number of concurrent users.  [default: {_NUM_USERS}; for a soak {_NUM_SOAK_USERS}]",
-)
-@option(
-    "--faults",
-    "kinds",
-    scope="chaos",
-    default="all",
-    show_default=True,
-    callback=_parse_kinds,
-    help=f"The kinds of faults, separated by commas: {_NAMES}.",
-)
-@click.option(
-    "--list-faults",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_list_faults,
-    help="List the kinds of faults, what each does and whether it is available on this machine, and exit.",
-)
-@option(
-    "--attack-seconds",
-    type=click.FloatRange(1.0, 24 * 3600),
-    scope="chaos",
-    default=None,
-    help="Instead of faults: attackers use every port for so long. The report compares the users before, during and "
-    "after.",
-)
-@option(
-    "--attacks",
-    scope="chaos",
-    default="all",
-    show_default=True,
-    callback=_parse_attacks,
-    help=f"What a hostile neighbour does, separated by commas: {', '.join(ATTACK_NAMES)}.",
-)
-@option(
-    "--long-hangs",
-    "long_hang_share",
-    type=click.FloatRange(0.0, 1.0),
-    scope="chaos",
-    default=LONG_HANG_SHARE,
-    show_default=True,
-    help="The share of hangs of shards, routers and links that outlast the patience of the other processes.",
-)
-@option(
-    "--soak",
-    is_flag=True,
-    scope="chaos",
-    help="Inject no faults: apply a steady load and record the memory of each process over time.",
-)
-@option(
-    "--region-loss",
-    is_flag=True,
-    scope="chaos",
-    help="Instead of faults: two cells (docs/operate/regions.md) with streams of two tenants, one of which is resident "
-    "in the cell that is lost, by its network and then with its processes. It takes a minute.",
-)
-@option(
-    "--page",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    scope="chaos",
-    help="Write the report between the markers of this page.",
-)
-@option(
-    "--model", default=BUILTIN_MODEL_NAME, show_default=True, help="The name of a model, its directory or a .gguf file."
-)
-@data_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def chaos(
     kinds: list[FaultKind],
     num_users: int | None,

@@ -19,47 +19,35 @@ from lab.dst.environment import MAX_TRACE
 from lab.dst.replay import read_bundle, replay
 from lab.dst.run_seed import Failure, SeedResult, run_seed
 from lab.dst.trace import join_lines
+from lab.flags import JSON, choice, count, flag, flags, switch
 from router.core.placement import POLICIES
-from tools.options import option
 
 _MAX_EVENT: Final = 500
 """Characters of an event that are shown."""
 
 
 @click.command()
-@option(
-    "--seeds",
-    "num_seeds",
-    type=click.IntRange(1),
-    scope="dst",
-    help="The number of seeds to run.  [default: 1000, or 1 with --seed]",
+@flags(
+    "dst",
+    count("--seeds", None, "The number of seeds to run.  [default: 1000, or 1 with --seed]", to="num_seeds"),
+    count("--seed", None, "The first seed.  [default: 0]", least=0, to="first_seed"),
+    count("--jobs", None, "The number of processes.  [default: one per core]", to="num_jobs"),
+    switch("--trace", f"Print the history (the last {MAX_TRACE:,} events). Requires a single seed."),
+    switch(
+        "--limits",
+        "Tenants have limits and budgets in all seeds, not only in some, and their owners (Redis, control) fail too.",
+        to="with_limits",
+    ),
+    flag(
+        "--replay",
+        click.Path(path_type=Path, exists=True, dir_okay=False),
+        None,
+        "Decide the events of a bundle (`kvloom incident capture`) again, and name the first decision that differs.",
+        to="bundle",
+    ),
+    choice("--policy", sorted(POLICIES), None, "With --replay: place by this policy."),
+    JSON,
 )
-@option("--seed", "first_seed", type=click.IntRange(0), scope="dst", help="The first seed.  [default: 0]")
-@option(
-    "--jobs", "num_jobs", type=click.IntRange(1), scope="dst", help="The number of processes.  [default: one per core]"
-)
-@option(
-    "--trace",
-    is_flag=True,
-    scope="dst",
-    help=f"Print the history (the last {MAX_TRACE:,} events). Requires a single seed.",
-)
-@option(
-    "--limits",
-    "with_limits",
-    is_flag=True,
-    scope="dst",
-    help="Tenants have limits and budgets in all seeds, not only in some, and their owners (Redis, control) fail too.",
-)
-@option(
-    "--replay",
-    "bundle",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    scope="dst",
-    help="Decide the events of a bundle (`kvloom incident capture`) again, and name the first decision that differs.",
-)
-@option("--policy", type=click.Choice(sorted(POLICIES)), scope="dst", help="With --replay: place by this policy.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def dst(
     num_seeds: int | None,
     first_seed: int | None,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import click
 
-from lab.pages import check_page, write_table
+from lab.flags import count, flag, flags
+from lab.pages import PAGE, check_page, write_table
 from lab.study.page import render
 from lab.study.plan import CLASSES, Job, StudyPlan
 from lab.study.results import StudyResults
 from tools.failures import CommandError
-from tools.options import option
 from tools.simulate.parallel import perform_all
 from tools.simulate.runs import (
     CapacityReport,
@@ -25,8 +24,6 @@ from tools.simulate.runs import (
     perform_run,
 )
 
-_FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
-
 
 def perform_job(job: Job, report_progress: ProgressCallback) -> RunReport | CapacityReport:
     if isinstance(job, CapacitySpec):
@@ -35,24 +32,22 @@ def perform_job(job: Job, report_progress: ProgressCallback) -> RunReport | Capa
 
 
 @click.command("routing")
-@option("--mooncake", scope="routing", type=_FILE, required=True, help="Mooncake's conversation trace.")
-@option("--weka", scope="routing", type=_FILE, required=True, help="WEKA's sessions.")
-@option(
-    "--results",
-    "results_dir",
-    scope="routing",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    help="Where finished simulations are kept: what is there already is not done again.",
+@flags(
+    "routing",
+    flag("--mooncake", PAGE, None, "Mooncake's conversation trace.", required=True),
+    flag("--weka", PAGE, None, "WEKA's sessions.", required=True),
+    flag(
+        "--results",
+        click.Path(path_type=Path, file_okay=False),
+        None,
+        "Where finished simulations are kept: what is there already is not done again.",
+        to="results_dir",
+        required=True,
+    ),
+    flag("--page", PAGE, None, "Write the tables between its markers.  [default: print them]"),
+    flag("--only", str, None, "These tables.  [default: all but classes]", metavar="NAME,..."),
+    count("--jobs", None, "Processes.  [default: one per core]", most=1024),
 )
-@option(
-    "--page",
-    scope="routing",
-    type=_FILE,
-    help="Write the tables between its markers.  [default: print them]",
-)
-@option("--only", scope="routing", metavar="NAME,...", help="These tables.  [default: all but classes]")
-@option("--jobs", scope="routing", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
 def study_command(
     mooncake: Path, weka: Path, results_dir: Path, page: Path | None, only: str | None, jobs: int | None
 ) -> None:

@@ -13,17 +13,16 @@ from typing import Final
 import click
 import msgspec
 
-from lab.pages import markdown_table
+from lab.flags import count, flag, flags, number
+from lab.pages import PAGE, markdown_table
 from lab.study.pairs import Interval, compare_differences, compare_ratios
 from lab.study.plan import DEFAULT_POLICY, RIVALS, StudyPlan
 from lab.study.regimes import REGIMES, write_trace
 from tools.failures import CommandError
-from tools.options import option
 from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.parallel import perform_all
 from tools.simulate.runs import BOUND, POOL, ProgressCallback, RunReport, RunSpec, perform_run
 
-_FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 _HALF_MEMORY: Final = PROFILES["70b"].capacity_tokens // 64 // 2
 WEKA_RUNS: Final[Mapping[str, tuple[int, int | None]]] = {
     "weka-80": (80, None),
@@ -72,46 +71,33 @@ def perform_draw(job: DrawJob, report_progress: ProgressCallback) -> RunReport:
 
 @click.command("regimes")
 @click.argument("names", nargs=-1, metavar="[WORKLOAD]...")
-@option("--seeds", scope="regimes", default="1-8", show_default=True, metavar="FIRST-LAST", help="The draws.")
-@option(
-    "--share",
-    "time_share",
-    scope="regimes",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="The part of each synthetic workload that is run, from its beginning.",
+@flags(
+    "regimes",
+    flag("--seeds", str, "1-8", "The draws.", metavar="FIRST-LAST"),
+    number(
+        "--share",
+        1.0,
+        "The part of each synthetic workload that is run, from its beginning.",
+        most=1,
+        above=True,
+        to="time_share",
+    ),
+    flag("--policy", str, DEFAULT_POLICY, "Policies.", metavar="NAME,...|all", to="policies"),
+    flag(
+        "--results",
+        click.Path(path_type=Path, dir_okay=False),
+        None,
+        "A file to keep figures in. What it has under the label is not done again.",
+        to="results_file",
+        required=True,
+    ),
+    flag("--label", str, "now", "A name for this version of the code."),
+    flag("--against", str, None, "Compare with the draws of this version, pair by pair.", metavar="LABEL"),
+    flag("--mooncake", PAGE, None, "Mooncake's conversation trace, as one more workload."),
+    flag("--weka", PAGE, None, "WEKA's sessions, as three more workloads."),
+    count("--max-requests", 4000, "The number of requests of these traces."),
+    count("--jobs", None, "Processes.  [default: one per core]", most=1024),
 )
-@option(
-    "--policy",
-    "policies",
-    scope="regimes",
-    default=DEFAULT_POLICY,
-    show_default=True,
-    metavar="NAME,...|all",
-    help="Policies.",
-)
-@option(
-    "--results",
-    "results_file",
-    scope="regimes",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    help="A file to keep figures in. What it has under the label is not done again.",
-)
-@option("--label", scope="regimes", default="now", show_default=True, help="A name for this version of the code.")
-@option("--against", scope="regimes", metavar="LABEL", help="Compare with the draws of this version, pair by pair.")
-@option("--mooncake", scope="regimes", type=_FILE, help="Mooncake's conversation trace, as one more workload.")
-@option("--weka", scope="regimes", type=_FILE, help="WEKA's sessions, as three more workloads.")
-@option(
-    "--max-requests",
-    scope="regimes",
-    type=click.IntRange(1),
-    default=4000,
-    show_default=True,
-    help="The number of requests of these traces.",
-)
-@option("--jobs", scope="regimes", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
 def regimes_command(
     names: Sequence[str],
     seeds: str,

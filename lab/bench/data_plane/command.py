@@ -14,18 +14,8 @@ from lab.bench.data_plane.peer_table import peers_table
 from lab.bench.data_plane.run import OURS, BenchPlan, Layout, run_bench
 from lab.bench.data_plane.turns import COMPARISONS, run_by_turns
 from lab.bench.data_plane.workloads import WORKLOADS
-from lab.bench.experiment import (
-    DATA_DIR,
-    Column,
-    Report,
-    TableOf,
-    count,
-    experiment,
-    flag,
-    number,
-    show_progress,
-    switch,
-)
+from lab.bench.experiment import Column, Report, TableOf, experiment, show_progress
+from lab.flags import DATA_DIR, count, flag, number, switch
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.models.resolve import resolve_model
 from tools.options import DEFAULT_DATA_DIR

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from lab.bench.experiment import Column, Report, TableOf, choice, count, experiment, number, switch
+from lab.bench.experiment import Column, Report, TableOf, experiment
+from lab.flags import choice, count, number, switch
 
 ROWS = [{"case": "alone", "share": 0.5, "rest": None}, {"case": "beside", "share": 0.25, "rest": 3}]
 COLUMNS = (Column("case", "case", is_left=True), Column("share", "share", ".0%"), Column("rest", "rest", unit=" s"))
