@@ -145,7 +145,7 @@ class RequestBuilder:
         if scope is not TRUSTED:
             request = self._from_outside(request, submit, wanted, model, num_choices)
         chosen = () if self._guardrails_of is None else self._guardrails_of(tenant)
-        if chosen or wanted.guardrails or wanted.safety_identifier:
+        if chosen or wanted.guardrails or wanted.safety_identifier or wanted.tells_safety_rules:
             request = msgspec.structs.replace(request, **_safety(wanted, chosen))
         changes: dict[str, Any] = {}
         for extra in self._extras:
@@ -295,7 +295,11 @@ def _safety(wanted: GenerateRequest, chosen: Sequence[str]) -> Mapping[str, Any]
     if len(names) > MAX_GUARDRAILS or any(not 0 < len(name) <= MAX_NAME_CHARS for name in names):
         message = f"guardrails has at most {MAX_GUARDRAILS} names of 1 to {MAX_NAME_CHARS} characters."
         raise invalid_argument(message, "guardrails")
-    return {"guardrails": tuple(dict.fromkeys((*chosen, *names))), "safety_identifier": wanted.safety_identifier}
+    return {
+        "guardrails": tuple(dict.fromkeys((*chosen, *names))),
+        "safety_identifier": wanted.safety_identifier,
+        "tells_safety_rules": wanted.tells_safety_rules,
+    }
 
 
 def _kept(

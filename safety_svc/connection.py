@@ -289,6 +289,7 @@ class ScreenConnection:
             except UnknownGuardrailError as error:
                 verdict.decision, verdict.unknown_guardrail = DECISION_BLOCK, str(error)
                 return verdict
+        if check.guardrails or check.tells_rules:
             names_held = policy.scopes.of(check.tenant, check.guardrails).names
             verdict.rules.extend(name for name in names_held if name not in judge.unapplied)
         names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)

@@ -71,6 +71,10 @@ def headers_of(request: web.BaseRequest) -> RequestHeaders:
             resume=wants_resume(request),
             wants_details=wants_details(request),
             wants_explanation=wants_explanation(request),
-            wanted=GenerateRequest(no_result_cache=refuses_result_cache(request), receipt=wants_receipt(request)),
+            wanted=GenerateRequest(
+                no_result_cache=refuses_result_cache(request),
+                receipt=wants_receipt(request),
+                tells_safety_rules=wants_details(request),
+            ),
         )
     return request[_KEY]

@@ -96,6 +96,7 @@ class CheckPrompt(msgspec.Struct, frozen=True):
     traceparent: str = ""
     guardrails: Sequence[str] = ()
     safety_identifier: str = ""
+    tells_rules: bool = False
 
 
 class AnswerScope(NamedTuple):

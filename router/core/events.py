@@ -90,6 +90,8 @@ class Request(msgspec.Struct, frozen=True):
     """Rules of the safety policy that it names."""
     safety_identifier: str = ""
     """The tenant's user, for statistics of the safety policy."""
+    tells_safety_rules: bool = False
+    """Its client is told which rules of the safety policy hold, also if it names none."""
     key_id: str = ""
     """The tenant's key with which it was made, whose limits apply too; "" without tenants (docs/operate/limits.md)."""
     cache_salt: str = ""

@@ -185,6 +185,7 @@ class SafetyStream:
                     traceparent=check.traceparent,
                     guardrails=check.guardrails,
                     safety_identifier=check.safety_identifier,
+                    tells_rules=check.tells_rules,
                 )
                 for check in prompts
             ],

@@ -66,8 +66,10 @@ def chat(text: str, *guardrails: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **named, **fields}
 
 
-async def send(world: ScreenedWorld, body: dict[str, Any], path: str = CHAT) -> tuple[int, Any, str | None]:
-    async with aiohttp.ClientSession() as http, http.post(world.url + path, json=body) as response:
+async def send(
+    world: ScreenedWorld, body: dict[str, Any], path: str = CHAT, headers: dict[str, str] | None = None
+) -> tuple[int, Any, str | None]:
+    async with aiohttp.ClientSession() as http, http.post(world.url + path, json=body, headers=headers) as response:
         text = await response.text()
         shown = text if text.startswith("data:") else json.loads(text)
         return response.status, shown, response.headers.get("x-kvloom-safety")
@@ -93,6 +95,15 @@ async def test_a_named_rule_holds_in_every_api(fabric: Fabric) -> None:
         harmless = json.loads(json.dumps(body).replace("bob", "you"))
         status, _, header = await send(world, harmless | {"guardrails": ["names"]}, path)
         assert (status, header) == (200, "codes, names, watched")
+
+
+async def test_who_asks_for_details_learns_which_rules_hold(fabric: Fabric) -> None:
+    """Also of a prompt that the router clears by itself, and without naming a rule."""
+    world, _ = fabric
+    for path, more in ((CHAT, {}), (CHAT, {"stream": True}), ("/v1/messages", {"max_tokens": 9})):
+        body = chat("hi you", **more)
+        assert (await send(world, body, path))[2] is None
+        assert (await send(world, body, path, {"x-kvloom-details": "true"}))[2] == "codes, watched"
 
 
 async def test_a_tenant_chooses_rules_for_all_its_requests(router_redis_url: str, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class Lifecycle:
             client_start.brownout = str(request.degradation)
         if request.priority_class is not None:
             client_start.priority_class = request.priority_class.name
-        if request.guardrails:
+        if request.guardrails or request.tells_safety_rules:
             client_start.safety_rules = live.safety_rules
         if choice.withheld is not None:
             choice.withheld.start = client_start

@@ -63,7 +63,7 @@ class Screening:
 
     def must_check(self, live: LiveRequest) -> bool:
         """True when the service might refuse the request's prompt."""
-        if live.request.guardrails:
+        if live.request.guardrails or live.request.tells_safety_rules:
             return True  # the service knows them
         if not self.screens_prompts:
             return False
@@ -85,6 +85,7 @@ class Screening:
                 request.traceparent,
                 request.guardrails,
                 request.safety_identifier,
+                request.tells_safety_rules,
             )
         )
 

@@ -19,7 +19,11 @@ def test_a_request_without_wishes_makes_no_record() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("X-KVLOOM-Details", "True", RequestHeaders(wants_details=True)),
+        (
+            "X-KVLOOM-Details",
+            "True",
+            RequestHeaders(wants_details=True, wanted=GenerateRequest(tells_safety_rules=True)),
+        ),
         ("x-kvloom-explain", "1", RequestHeaders(wants_explanation=True)),
         ("x-kvloom-Receipt", "true", RequestHeaders(wanted=GenerateRequest(receipt=True))),
         ("X-Kvloom-Resume", "OFF", RequestHeaders(resume=False)),
