@@ -11,9 +11,10 @@ import pytest
 from kvloom.errors import CATALOGUE
 from tests import errors_page
 from tests.cli_page import EXPLAINED_ABOVE, PAGES, page_with_commands
-from tests.conftest import REPOSITORY
+from tests.conftest import HAS_TORCH, REPOSITORY
 
 
+@pytest.mark.skipif(not HAS_TORCH, reason="the help of some benches needs torch")
 @pytest.mark.parametrize(("page", "name"), [(page, name) for page, (name, _) in PAGES.items()], ids=["cli", "lab"])
 def test_the_page_of_a_command_is_what_its_help_says(page, name) -> None:
     """A flag is described once, where it is defined (`python -m tests.cli_page`)."""
