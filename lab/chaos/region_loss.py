@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,6 +108,9 @@ class _Run:
         self._losses: list[RegionLoss] = []
         self._is_cut = False
         self._proxies: dict[str, FaultProxy] = {}
+        """Those of the edge, by cell."""
+        self._client_proxies: dict[str, FaultProxy] = {}
+        """Those of clients with the SDK, by cell."""
         self._clusters: dict[str, Cluster] = {}
 
     async def run(self) -> dict[str, Any]:
@@ -116,7 +120,12 @@ class _Run:
                 http = await clients.enter_async_context(HttpClient({"edge": f"http://{west.http_address}"}))
                 sdk = {
                     tenant: await clients.enter_async_context(
-                        SdkClient(self._address("west"), 2, keys[tenant], self._address("east"))
+                        SdkClient(
+                            _address(self._client_proxies["west"]),
+                            2,
+                            keys[tenant],
+                            _address(self._client_proxies["east"]),
+                        )
                     )
                     for tenant in (_MOBILE, _RESIDENT)
                 }
@@ -138,10 +147,11 @@ class _Run:
     async def _cells(self) -> AsyncIterator[tuple[Cluster, Cluster]]:
         async with contextlib.AsyncExitStack() as stack:
             for name in ("west", "east"):
-                proxy = self._proxies[name] = FaultProxy(lambda name=name: self._router_of(name))
-                await proxy.start()
-                stack.push_async_callback(proxy.close)
-            self._proxies["east"].delay_seconds = DELAY_SECONDS
+                for proxies, is_sdk in ((self._proxies, False), (self._client_proxies, True)):
+                    proxy = proxies[name] = FaultProxy(partial(self._router_of, name, is_for_clients=is_sdk))
+                    proxy.delay_seconds = DELAY_SECONDS * (name == "east")
+                    await proxy.start()
+                    stack.push_async_callback(proxy.close)
             control_port = pick_free_ports(1)[0]
             for name in ("west", "east"):
                 cluster = Cluster(self._config(name, control_port), self._data_dir / name, lambda _: None)
@@ -162,22 +172,20 @@ class _Run:
         config.control.operator_organisation = _OPERATOR.partition("/")[0]
         config.log.format = "json"  # usage records are read from it
         config.edge.reattach_seconds = REATTACH_SECONDS
-        config.edge.routers = [self._address("west")]
+        config.edge.routers = [_address(self._proxies["west"])]
         if cell == "west":
-            config.edge.cells = [CellConfig(name="east", routers=[self._address("east")])]
+            config.edge.cells = [CellConfig(name="east", routers=[_address(self._proxies["east"])])]
         else:
             config.fabric.roles = ["router", "safety", "shard"]
         return config
 
-    def _address(self, cell: str) -> str:
-        return f"127.0.0.1:{self._proxies[cell].port}"
-
-    def _router_of(self, cell: str) -> tuple[str, int] | None:
-        """Where the proxy of a cell leads; None: nowhere."""
+    def _router_of(self, cell: str, *, is_for_clients: bool) -> tuple[str, int] | None:
+        """Where a proxy of the cell leads; None: nowhere. Edges and the SDK have ports of their own."""
         if cell not in self._clusters or (cell == "west" and self._is_cut):
             return None
         (router,) = [status for status in self._clusters[cell].statuses if status.role == "router"]
-        return split_address(router.internal_address) if router.internal_address else None
+        address = router.address if is_for_clients else router.internal_address
+        return split_address(address) if address else None
 
     async def _make_tenants(self, west: Cluster) -> dict[str, str]:
         """Returns a key of each tenant, by its id, once the edge knows it."""
@@ -229,7 +237,8 @@ class _Run:
             for role in ("router", "shard", "safety"):
                 for name in west.names(role):
                     west.signal(name, signal.SIGKILL)
-        self._proxies["west"].reset()
+        for proxies in (self._proxies, self._client_proxies):
+            proxies["west"].reset()
         await asyncio.sleep(LOST_SECONDS)
         loss.ended_at, self._is_cut = time.monotonic(), False
 
@@ -306,6 +315,10 @@ class _Run:
             **{f"edge_{name}": count for name, count in counts.items()},
             "problems": problems,
         }
+
+
+def _address(proxy: FaultProxy) -> str:
+    return f"127.0.0.1:{proxy.port}"
 
 
 def _was_killed(record: Record, killed: RegionLoss) -> bool:
