@@ -41,7 +41,6 @@ CLIENTS: Final = (
     Client("openai 2 (Python)", "check_openai.py", ("openai",), "openai2"),
     Client("Instructor", "check_instructor.py", ("instructor", "openai"), "openai2"),
     Client("LlamaIndex", "check_llama_index.py", ("llama-index-llms-openai-like", "openai"), "openai2"),
-    Client("Open Responses' compliance tests", "check_open_responses.py", ("llm-comply",), "compliance"),
     Client("openai (Node)", "openai.test.mjs", ("openai",)),
     Client("anthropic (Node)", "anthropic.test.mjs", ("@anthropic-ai/sdk",)),
     Client(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import json
 import os
 import random
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +182,45 @@ async def test_nothing_is_metered_twice_or_lost_whatever_is_killed(
     assert found["num_exact"] >= load.num_complete > 50
     assert found["num_witnessed_tokens"] > 1000
     assert load.num_outside > 200
+    await asyncio.to_thread(check_that_all_have_one_number, fabric, key, asks_prometheus=killed is KILLED)
     await asyncio.to_thread(check_what_callers_see, fabric, key)
+
+
+def check_that_all_have_one_number(fabric: RunningFabric, key: str, *, asks_prometheus: bool) -> None:
+    """The tenant's spend as the tenant, the administrator's page, the CSV, the command and Prometheus have it: a user
+    who is shown two numbers believes neither. Prometheus has it after half a minute."""
+    admin = kvloom(
+        fabric, "keys", "create", "--project", "metered/staff", "--create", "--scope", "admin", "--scope", "inference"
+    )
+
+    def get(path: str, secret: str) -> str:
+        headers = {"authorization": f"Bearer {secret.strip().splitlines()[-1]}"}
+        with urllib.request.urlopen(urllib.request.Request(fabric.http_url + path, headers=headers), timeout=10) as one:
+            return one.read().decode()
+
+    fabric.until_key_is_known(admin.strip().splitlines()[-1])
+    [shown] = [row for row in json.loads(kvloom(fabric, "usage", "show", "--by", "tenant", "--json"))
+               if row["tenant"] == TENANT]  # fmt: skip
+    spend = Decimal(shown["cost"])
+    assert spend > 0
+    of_api = json.loads(get("/v1/usage?by=model", key))["data"]
+    assert sum(Decimal(row["cost"]) for row in of_api) == spend
+    of_page = json.loads(get("/admin/v1/usage?by=tenant", admin))["data"]
+    assert [Decimal(row["cost"]) for row in of_page if row["tenant"] == TENANT] == [spend]
+    for path, secret in (("/v1/usage?by=day&format=csv", key), ("/admin/v1/usage?by=tenant,day&format=csv", admin)):
+        rows = list(csv.DictReader(io.StringIO(get(path, secret))))
+        assert sum(Decimal(row["cost"]) for row in rows if row.get("tenant", TENANT) == TENANT) == spend
+    [control] = fabric.processes("control")
+
+    def of_prometheus() -> Decimal | None:
+        with urllib.request.urlopen(f"http://{control['metrics_address']}/metrics", timeout=10) as page:
+            found = re.search(
+                rf'^kvloom_control_usage_cost{{.*tenant="{TENANT}".*}} (\S+)$', page.read().decode(), re.M
+            )
+        return round(Decimal(found[1]), 9) if found else None
+
+    if asks_prometheus:
+        eventually("Prometheus has the same spend", lambda: of_prometheus() == spend, 60.0)
 
 
 def check_what_callers_see(fabric: RunningFabric, key: str) -> None:

@@ -96,3 +96,16 @@ def test_garbage_in_the_registry_leaves_status_and_ready_true(sim_fabric: Runnin
     eventually("the new processes are known", are_known)
     eventually("it serves", lambda: sim_fabric.status()["phase"] == "ready" and ready_status(sim_fabric) == 200)
     assert run_kvloom("status", env=sim_fabric.env).returncode == 0
+
+
+def test_doctor_looks_at_the_whole_deployment(sim_fabric: RunningFabric) -> None:
+    """It asks supervisors, shards and Redis; of a fabric that is well it has nothing to complain of but what the test's
+    machine lacks."""
+    done = run_kvloom("doctor", "deployment", "--json", env=sim_fabric.env)
+    found = {one["name"]: one for one in json.loads(done.stdout)}
+    failed = {name for name, one in found.items() if one["outcome"] == "failed"}
+    assert failed <= {"disk"}, found
+    assert done.returncode == bool(failed)
+    [model] = [name for name in found if name.startswith("model ")]
+    for name in ("Redis", "clocks", "versions", model):
+        assert found[name]["outcome"] in ("ok", "warning"), found[name]
