@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import resource
 import shutil
@@ -204,13 +205,15 @@ async def of_redis(config: KvloomConfig) -> list[DoctorFinding]:
         begin = time.perf_counter()
         seconds, micros = await client.time()
         elapsed, skew_seconds = time.perf_counter() - begin, seconds + micros / 1e6 - time.time()
-        memory = await client.info("memory")
+        memory: Mapping[str, Any] = {}
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # the embedded one answers to few commands
+            memory = await client.info("memory")
     except (redis.exceptions.RedisError, OSError) as error:
         detail = f"it does not answer ({error or type(error).__name__}): connected processes go on, and none can join"
         return [DoctorFinding("Redis", "failed", detail)]
     finally:
         await client.aclose()
-    return [*of_redis_memory(memory), *_of_redis_time(elapsed, skew_seconds)]
+    return [*(of_redis_memory(memory) if memory else ()), *_of_redis_time(elapsed, skew_seconds)]
 
 
 def of_redis_memory(memory: Mapping[str, Any]) -> Iterator[DoctorFinding]:
