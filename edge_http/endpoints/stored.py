@@ -42,7 +42,8 @@ async def keep_response(
 ) -> None:
     """Raises KvloomError."""
     # The prompt, and so a fork, must follow from what is stored, and the output from the tokens.
-    can_fork = not (body.conversation_id or body.context_management or stored.has_more or job.originals)
+    has_more = stored.has_more or bool(job.prompts[0].images)  # whose contents may change
+    can_fork = not (body.conversation_id or body.context_management or has_more or job.originals)
     await link.keep_response(
         KeepResponseRequest(
             owner=owner,

@@ -212,6 +212,8 @@ async def test_stored_files_are_images(world: StateWorld) -> None:
     assert world.prompt().startswith(before.split("Which", maxsplit=1)[0])
     with pytest.raises(openai.NotFoundError):
         await respond(world.other, stored)
+    with pytest.raises(openai.APIStatusError, match="cannot be continued at a token"):  # the file may be another one
+        await world.client.responses.create(model="tiny", previous_response_id=first.id, extra_body={"at": 0})
     async with anthropic.AsyncAnthropic(base_url=world.edge.url, api_key=SEARCH_KEY) as client:
         block: Any = {"type": "image", "source": {"type": "file", "file_id": stored}}
         await client.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": [block]}])

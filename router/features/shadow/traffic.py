@@ -152,7 +152,9 @@ class ShadowTraffic:
     def arrived(self, event: RequestArrived) -> Request:
         request = event.request
         pairs = self._by_model.get(request.model)
-        if pairs is None or event.cached or request.client_id in OWN_CLIENT_IDS or request.pooling is not None:
+        if pairs is None or event.cached or request.client_id in OWN_CLIENT_IDS:
+            return request
+        if request.pooling is not None or request.images:  # nothing to compare, or seen by few models
             return request
         wanted = [pair for pair in pairs if is_sampled(request.request_id, pair.config)]
         able = [pair for pair in wanted if self._can_compare(request, pair)]
