@@ -38,8 +38,9 @@ class PackedGroups:
             weight = weight.general()
         self._form = _KINDS.index(weight.kind)
         self._threads = threads
+        self._in_pairs = weight.bits == 8 and threads.family.registers.are_few
         self.depth = weight.shape[1]
-        self._weight = kept(_in_tiles(weight))
+        self._weight = kept(_in_tiles(weight, in_pairs=self._in_pairs))
         self.num_columns = len(self._weight) * PANEL
         self._bias = padded_floats(bias, self.num_columns)
         self.weight_rows: LookUp | None = self._rows
@@ -54,16 +55,17 @@ class PackedGroups:
         ]
 
     def look_up_task(self, num_rows: int, indices: int, out: int) -> list[int]:
-        form = map(int, _KINDS[self._form])
+        form = map(int, (*_KINDS[self._form], self._in_pairs))
         return task(LOOK_UP_IN_GROUPS, num_rows, indices, self._weight.data_ptr(), self.depth, out, *form)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         return looked_up(self._threads, self, indices, self.depth)
 
 
-def _in_tiles(weight: GroupedWeight) -> torch.Tensor:
-    """uint8 [panels, groups, bytes of a tile]"""
-    parts = [weight.words, weight.scales, *([] if weight.minima is None else [weight.minima])]
+def _in_tiles(weight: GroupedWeight, *, in_pairs: bool) -> torch.Tensor:
+    """`in_pairs`: see GroupForm. uint8 [panels, groups, bytes of a tile]"""
+    numbers = weight.numbers().view(torch.int16) if in_pairs else weight.words
+    parts = [numbers, weight.scales, *([] if weight.minima is None else [weight.minima])]
     missing = -len(weight.words) % PANEL
     tiles = []
     for part in parts:

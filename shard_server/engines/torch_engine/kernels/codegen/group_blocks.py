@@ -59,19 +59,20 @@ def pair_products(registers: Registers) -> PairProducts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupForm:
-    """How the weights of a tile, a group of 32 columns, lie in memory: words of the columns' numbers, column by column;
-    the columns' float16 scales; their float16 minima, if there are any."""
+    """How the weights of a tile, a group of 32 columns, lie in memory: the columns' numbers, column by column, in words
+    (see `words_of`) or, those of 8 bits where registers are few, in pairs; the columns' float16 scales; their float16
+    minima, if there are any."""
 
     name: str
     bits: int
-    """4: unsigned numbers; 8: signed ones. A word's halves hold the numbers that are multiplied together."""
+    """4: unsigned numbers; 8: signed ones"""
     num_scales: int = 1
     """1, or 2: one for each half of the group"""
     has_minima: bool = False
 
     @property
     def num_words(self) -> int:
-        """The words of one column"""
+        """The words that one column takes"""
         return self.bits
 
     @property
@@ -83,16 +84,23 @@ class GroupForm:
     def tile_bytes(self) -> int:
         return PANEL * (4 * self.num_words + 2 * self.num_scales + 2 * self.has_minima)
 
-    def pairs(self, builder: ir.IRBuilder, words: Any) -> list[Any]:
-        """The pairs of a vector of words, as int16 in words"""
+    def pairs(self, builder: ir.IRBuilder, registers: Registers, row: Any, column: int) -> list[Any]:
+        """The pairs of a register's columns from `column` on, as int16 in words; `row` points to the bytes of a word of
+        each column."""
+        lanes = registers.lanes
+        words, halves = ir.VectorType(_I32, lanes), ir.VectorType(_I16, 2 * lanes)
+        if self.bits == 8 and registers.are_few:  # one instruction widens while it loads
+            starts = [builder.gep(row, [integer(2 * (pair * PANEL + column))]) for pair in range(2)]
+            pointers = [builder.bitcast(start, ir.VectorType(_I8, 2 * lanes).as_pointer()) for start in starts]
+            numbers = [builder.sext(builder.load(pointer, align=1), halves) for pointer in pointers]
+            return [builder.bitcast(part, words) for part in numbers]
+        loaded = load_vector(builder, builder.bitcast(row, _I32.as_pointer()), integer(column), words)
         if self.bits == 4:
-            mask = constant(words.type, 0x000F000F)
-            shifted = [builder.lshr(words, constant(words.type, 4 * pair)) for pair in range(4)]
-            return [builder.and_(part, mask) for part in shifted]
-        halves = ir.VectorType(_I16, 2 * words.type.count)
-        both, by = builder.bitcast(words, halves), constant(halves, 8)
+            shifted = [builder.lshr(loaded, constant(words, 4 * pair)) for pair in range(4)]
+            return [builder.and_(part, constant(words, 0x000F000F)) for part in shifted]
+        both, by = builder.bitcast(loaded, halves), constant(halves, 8)
         lower = builder.ashr(builder.shl(both, by), by)
-        return [builder.bitcast(part, words.type) for part in (lower, builder.ashr(both, by))]
+        return [builder.bitcast(part, words) for part in (lower, builder.ashr(both, by))]
 
 
 FORMS: Final = (
@@ -137,7 +145,7 @@ def emit_group_block(
             for place in sums.values():
                 builder.store(constant(words, 0), place)
             first, end = (form.num_words * number // form.num_scales for number in (part, part + 1))
-            _emit_sums(builder, form, products, num_rows, starts, tile, own, range(first, end), sums)
+            _emit_sums(builder, form, products, registers, num_rows, starts, tile, own, range(first, end), sums)
             for column in starts:
                 scale = _halves(builder, tile, scales_at + 2 * (part * PANEL + column), lanes)
                 for row in range(num_rows):
@@ -158,6 +166,7 @@ def _emit_sums(
     builder: ir.IRBuilder,
     form: GroupForm,
     products: PairProducts,
+    registers: Registers,
     num_rows: int,
     starts: range,
     tile: Any,
@@ -166,16 +175,12 @@ def _emit_sums(
     sums: _Vectors,
 ) -> None:
     """Add the products of some of a group's words to `sums`."""
-    words = ir.VectorType(_I32, starts.step)
     with cgutils.for_range_slice(builder, integer(positions.start), integer(positions.stop), integer(1)) as (
         position,
         _,
     ):
         row_of_tile = builder.gep(tile, [builder.mul(position, integer(4 * PANEL))])
-        pointer = builder.bitcast(row_of_tile, _I32.as_pointer())
-        pairs = {
-            column: form.pairs(builder, load_vector(builder, pointer, integer(column), words)) for column in starts
-        }
+        pairs = {column: form.pairs(builder, registers, row_of_tile, column) for column in starts}
         for line in range(4 * starts.start, 4 * starts.stop, 64):
             prefetch_line(builder, builder.gep(row_of_tile, [integer(line + _AHEAD)]))
         first = builder.mul(position, integer(form.num_pairs))

@@ -44,6 +44,11 @@ class Registers:
     def __str__(self) -> str:
         return f"{self.number}_of_{self.lanes}"
 
+    @property
+    def are_few(self) -> bool:
+        """True when weights that wait to be widened would take the place of sums."""
+        return self.number <= 16
+
     def columns(self, num_rows: int, widest: int) -> int:
         """How many columns of `num_rows` rows are summed at a time: at most `widest`."""
         columns = widest

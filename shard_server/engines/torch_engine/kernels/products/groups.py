@@ -19,6 +19,7 @@ from shard_server.engines.torch_engine.kernels.codegen.compiled import (
     bytes_at,
     float_of_bits,
     floats_at,
+    int8_at,
     integers_at,
     jit,
     words_at,
@@ -253,9 +254,9 @@ def _make_multiply_block(form: GroupForm, registers: Registers, products: PairPr
 @jit()
 def look_up_group_columns(task: Any, part: Any, num_parts: Any) -> None:
     """indices (int64 [rows]), weights (packed), depth, out (bf16 [rows, depth]), the weights' form by its bits, scales
-    of a group and minima (0 or 1), as in GroupForm"""
+    of a group and minima (0 or 1), as in GroupForm, and whether numbers lie in pairs (0 or 1)"""
     indices, weights, depth, out = task[3], task[4], task[5], task[6]
-    bits, num_scales, has_minima = task[7], task[8], task[9]
+    bits, num_scales, has_minima, in_pairs = task[7], task[8], task[9], task[10]
     columns = carray(integers_at(indices), (task[ROWS],))
     tile_bytes = PANEL * (4 * bits + 2 * num_scales + 2 * has_minima)
     first, end = share(task[ROWS], part, num_parts)
@@ -264,12 +265,14 @@ def look_up_group_columns(task: Any, part: Any, num_parts: Any) -> None:
         target = carray(bf16_at(out + row * depth * 2), (depth,))
         for group in range(depth // GROUP):
             tile = panel + group * tile_bytes
-            _take_group(tile, columns[row] % PANEL, bits, num_scales, has_minima, target, group * GROUP)
+            _take_group(tile, columns[row] % PANEL, bits, num_scales, has_minima, in_pairs, target, group * GROUP)
 
 
 @jit()
-def _take_group(tile: Any, column: Any, bits: Any, num_scales: Any, has_minima: Any, out: Any, first: Any) -> None:
-    words = carray(words_at(tile), (bits * PANEL,))
+def _take_group(
+    tile: Any, column: Any, bits: Any, num_scales: Any, has_minima: Any, in_pairs: Any, out: Any, first: Any
+) -> None:
+    words, numbers = carray(words_at(tile), (bits * PANEL,)), carray(int8_at(tile), (4 * bits * PANEL,))
     halves = carray(bf16_at(tile + bits * PANEL * 4), ((num_scales + has_minima) * PANEL,))
     minimum = _float_of_half(halves[num_scales * PANEL + column]) if has_minima else np.float32(0)
     for place in range(GROUP):
@@ -278,6 +281,8 @@ def _take_group(tile: Any, column: Any, bits: Any, num_scales: Any, has_minima: 
         pair, is_second = place % (32 // bits) // 2, place % 2
         shifted = np.uint32(word >> np.uint32(16 * is_second + bits * pair))
         number = np.int32(shifted & np.uint32(15)) if bits == 4 else np.int32(np.int8(shifted & np.uint32(255)))
+        if in_pairs:
+            number = np.int32(numbers[2 * (place // 2 * PANEL + column) + is_second])
         out[first + place] = bf16_of_float(np.float32(number) * scale + minimum)
 
 
