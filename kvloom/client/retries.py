@@ -24,6 +24,7 @@ RETRIED: Final = frozenset(
         ErrorReason.QUEUE_TIMEOUT,
         ErrorReason.DRAINING,
         ErrorReason.OVERLOADED,
+        ErrorReason.BROWNOUT,
         ErrorReason.SHARD_LOST,
         ErrorReason.ROUTER_LOST,
         ErrorReason.SAFETY_UNAVAILABLE,
