@@ -14,7 +14,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom_common.database.database import Database
 from orchestrator.batches import progress
-from orchestrator.batches.lines import LineError, LineReader, request_body, result_of
+from orchestrator.batches.lines import LineError, LineReader, in_turn, request_body, result_of
 from orchestrator.batches.progress import COMPLETED, FAILED, OpenLine
 from orchestrator.files.sealed import TenantContents
 from orchestrator.jobs.edges import RETRIED, EdgeAwayError, Edges
@@ -83,7 +83,7 @@ class BatchWork:
             reader.errors.append(LineError(*_LOST, None, "input_file_id"))
         reader.finish()
         if not reader.errors:
-            work = progress.begin(self._database, self._tenant, self._id, reader.lines, self._clock())
+            work = progress.begin(self._database, self._tenant, self._id, in_turn(reader.lines), self._clock())
             return await self._database.uninterrupted(work)
         errors = {"object": "list", "data": [error._asdict() for error in reader.errors]}
         failed = {"status": "failed", "failed_at": int(self._clock()), "errors": errors}
@@ -95,13 +95,13 @@ class BatchWork:
     async def _work(self, body: dict[str, Any]) -> None:
         """Answer all lines that are open, so many at a time, until there is none or the batch must stop."""
         running: set[asyncio.Task[None]] = set()
-        last = 0
+        last = progress.BEFORE_FIRST
         try:
             while not self._stopping.done():
                 room = self._concurrency - len(running)
                 found = progress.open_lines(self._database, self._id, last, room)
                 for line in await self._database.uninterrupted(found):
-                    last = line.line
+                    last = line
                     running.add(asyncio.create_task(self._answer(body, line), name=f"{self._id} {line.line}"))
                 if not running:
                     return
@@ -181,7 +181,7 @@ class BatchWork:
 
     async def _end_open_lines(self, code: str) -> None:
         error = {"code": code, "message": f"The line was not processed: the batch {_WORDS[code]}."}
-        while lines := await progress.open_lines(self._database, self._id, 0, 200):
+        while lines := await progress.open_lines(self._database, self._id, progress.BEFORE_FIRST, 200):
             for line in lines:
                 result = result_of(self._id, line.line, line.custom_id, None, error)
                 await progress.end_line(self._database, self._tenant, self._id, line.line, FAILED, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -18,6 +20,8 @@ class Line(NamedTuple):
     custom_id: str
     offset: int
     num_bytes: int
+    beginnings: Sequence[bytes] = ()
+    """Digests of beginnings of what its prompt is made of, the shortest first."""
 
 
 class LineError(NamedTuple):
@@ -35,6 +39,10 @@ class _Given(msgspec.Struct):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Given)
+_OF_PROMPT: Final = ("model", "tools", "system", "instructions", "messages", "input", "prompt")
+"""The fields of which a prompt is made, about in the order in which templates write them."""
+_BEGINNING_BYTES: Final = (256, 1024, 4096, 16_384)
+_DIGEST_BYTES: Final = 8
 
 
 class LineReader:
@@ -84,11 +92,29 @@ class LineReader:
             self._note("invalid_request", "A line of a batch is not streamed.", "body.stream")
         else:
             self._ids.add(given.custom_id)
-            self.lines.append(Line(self._number, given.custom_id, offset, len(line)))
+            beginnings = beginnings_of(given.body)
+            self.lines.append(Line(self._number, given.custom_id, offset, len(line), beginnings))
 
     def _note(self, code: str, message: str, param: str | None) -> None:
         if len(self.errors) < MAX_ERRORS:
             self.errors.append(LineError(code, message, self._number, param))
+
+
+def beginnings_of(body: Mapping[str, Any]) -> Sequence[bytes]:
+    """Digests of the first bytes of what a prompt is made of: two prompts have as many in common as they share."""
+    parts = msgspec.json.encode([body.get(name) for name in _OF_PROMPT])
+    return [hashlib.blake2b(parts[:size], digest_size=_DIGEST_BYTES).digest() for size in _BEGINNING_BYTES]
+
+
+def in_turn(lines: Sequence[Line]) -> list[Line]:
+    """The lines in the order in which they are answered: those whose prompts begin alike come one after the other, so
+    that the prefix cache still has what they share. Groups, and the lines of each, have the order of the file."""
+    firsts: dict[Sequence[bytes], int] = {}
+    for line in lines:
+        for size in range(1, len(line.beginnings) + 1):
+            firsts.setdefault(tuple(line.beginnings[:size]), line.number)
+    sizes = range(1, len(_BEGINNING_BYTES) + 1)
+    return sorted(lines, key=lambda line: (*(firsts[tuple(line.beginnings[:size])] for size in sizes), line.number))
 
 
 def request_body(line: bytes, endpoint: str) -> bytes:

@@ -30,6 +30,11 @@ class OpenLine(NamedTuple):
     custom_id: str
     offset: int
     num_bytes: int
+    turn: int = 0
+    """Lines are answered in the order of their turns, and then of the file."""
+
+
+BEFORE_FIRST: Final = OpenLine(0, "", 0, 0, -1)
 
 
 async def read(database: Database, tenant: str, batch_id: str) -> StoredObject:
@@ -63,7 +68,8 @@ async def update_within(
 
 
 async def begin(database: Database, tenant: str, batch_id: str, lines: Sequence[Line], now: float) -> dict[str, Any]:
-    """The lines of a batch that is valid, which is in progress from now on, unless it was cancelled meanwhile."""
+    """The lines of a batch that is valid, in the order in which they are answered. It is in progress from now on,
+    unless it was cancelled meanwhile."""
     async with database.writing() as connection:
         await connection.execute(batch_lines.delete().where(batch_lines.c.batch == batch_id))
         for first in range(0, len(lines), _INSERTED):
@@ -71,12 +77,13 @@ async def begin(database: Database, tenant: str, batch_id: str, lines: Sequence[
                 {
                     "batch": batch_id,
                     "line": line.number,
+                    "turn": turn,
                     "custom_id": line.custom_id,
                     "offset": line.offset,
                     "num_bytes": line.num_bytes,
                     "state": OPEN,
                 }
-                for line in lines[first : first + _INSERTED]
+                for turn, line in enumerate(lines[first : first + _INSERTED], first + 1)
             ]
             await connection.execute(batch_lines.insert(), rows)
         return await update_within(
@@ -87,11 +94,18 @@ async def begin(database: Database, tenant: str, batch_id: str, lines: Sequence[
         )
 
 
-async def open_lines(database: Database, batch_id: str, after: int, most: int) -> list[OpenLine]:
+async def open_lines(database: Database, batch_id: str, after: OpenLine, most: int) -> list[OpenLine]:
+    """The lines to answer next after that one."""
+    order, there = (
+        sa.tuple_(batch_lines.c.turn, batch_lines.c.line),
+        sa.tuple_(*map(sa.literal, (after.turn, after.line))),
+    )
     async with database.reading() as connection:
-        is_open = sa.and_(batch_lines.c.batch == batch_id, batch_lines.c.state == OPEN, batch_lines.c.line > after)
+        is_open = sa.and_(batch_lines.c.batch == batch_id, batch_lines.c.state == OPEN, order > there)
         columns = [batch_lines.c[name] for name in OpenLine._fields]
-        rows = await connection.execute(sa.select(*columns).where(is_open).order_by(batch_lines.c.line).limit(most))
+        rows = await connection.execute(
+            sa.select(*columns).where(is_open).order_by(batch_lines.c.turn, batch_lines.c.line).limit(most)
+        )
         return [OpenLine._make(row) for row in rows]
 
 

@@ -99,8 +99,9 @@ deliveries = sa.Table(
     sa.Column("num_tries", sa.BigInteger, nullable=False),
 )
 
-# The lines of batches that are not over: where they are in the input file, and how they have ended. `state`: "open",
-# "completed" or "failed". `result`: the line of the output or of the error file.
+# The lines of batches that are not over: where they are in the input file, and how they have ended. They are answered
+# in the order of `turn`. `state`: "open", "completed" or "failed". `result`: the line of the output or of the error
+# file.
 batch_lines = sa.Table(
     "batch_lines",
     metadata,
@@ -111,7 +112,9 @@ batch_lines = sa.Table(
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
     sa.Column("state", sa.Text, nullable=False),
     sa.Column("result", sa.LargeBinary),
+    sa.Column("turn", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index("ix_batch_lines_state", "batch", "state", "line"),
+    sa.Index("ix_batch_lines_turn", "batch", "state", "turn", "line"),
 )
 
 # What changes of a vector store without its owner: `revision` whenever its files are not those that an index of them
