@@ -39,7 +39,7 @@ test: setup-dev ## Checks, and all tests but the long ones, three at a time. ARG
 lab-test: setup-dev ## The laboratory's part of `make test`: simulation tests with planted bugs, chaos and benches.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/lab $(ARGS)
 
-test-long: setup-dev test-pythons ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
+test-long: setup-dev test-pythons test-deploy ## Searches, soaks and further positions of the same proofs, which `make test` leaves out.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
 
 test-pythons: setup-dev ## The quick tests with the oldest and the newest Python of this machine.
