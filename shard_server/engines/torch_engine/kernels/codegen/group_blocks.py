@@ -84,23 +84,31 @@ class GroupForm:
     def tile_bytes(self) -> int:
         return PANEL * (4 * self.num_words + 2 * self.num_scales + 2 * self.has_minima)
 
-    def pairs(self, builder: ir.IRBuilder, registers: Registers, row: Any, column: int) -> list[Any]:
-        """The pairs of a register's columns from `column` on, as int16 in words; `row` points to the bytes of a word of
-        each column."""
+    def load(self, builder: ir.IRBuilder, registers: Registers, row: Any, column: int) -> list[Any]:
+        """The vectors from which `pair` makes the pairs of a register's columns from `column` on; `row` points to the
+        bytes of a word of each column."""
         lanes = registers.lanes
-        words, halves = ir.VectorType(_I32, lanes), ir.VectorType(_I16, 2 * lanes)
         if self.bits == 8 and registers.are_few:  # one instruction widens while it loads
             starts = [builder.gep(row, [integer(2 * (pair * PANEL + column))]) for pair in range(2)]
             pointers = [builder.bitcast(start, ir.VectorType(_I8, 2 * lanes).as_pointer()) for start in starts]
-            numbers = [builder.sext(builder.load(pointer, align=1), halves) for pointer in pointers]
-            return [builder.bitcast(part, words) for part in numbers]
-        loaded = load_vector(builder, builder.bitcast(row, _I32.as_pointer()), integer(column), words)
+            return [
+                builder.sext(builder.load(pointer, align=1), ir.VectorType(_I16, 2 * lanes)) for pointer in pointers
+            ]
+        pointer = builder.bitcast(row, _I32.as_pointer())
+        return [load_vector(builder, pointer, integer(column), ir.VectorType(_I32, lanes))]
+
+    def pair(self, builder: ir.IRBuilder, loaded: list[Any], pair: int) -> Any:
+        """The pairs with the number `pair`, as int16 in words"""
+        if len(loaded) > 1:
+            half = loaded[pair]
+            return builder.bitcast(half, ir.VectorType(_I32, half.type.count // 2))
+        [words] = loaded
         if self.bits == 4:
-            shifted = [builder.lshr(loaded, constant(words, 4 * pair)) for pair in range(4)]
-            return [builder.and_(part, constant(words, 0x000F000F)) for part in shifted]
-        both, by = builder.bitcast(loaded, halves), constant(halves, 8)
-        lower = builder.ashr(builder.shl(both, by), by)
-        return [builder.bitcast(part, words) for part in (lower, builder.ashr(both, by))]
+            shifted = builder.lshr(words, constant(words.type, 4 * pair))
+            return builder.and_(shifted, constant(words.type, 0x000F000F))
+        halves = ir.VectorType(_I16, 2 * words.type.count)
+        both, by = builder.bitcast(words, halves), constant(halves, 8)
+        return builder.bitcast(builder.ashr(both if pair else builder.shl(both, by), by), words.type)
 
 
 FORMS: Final = (
@@ -180,11 +188,22 @@ def _emit_sums(
         _,
     ):
         row_of_tile = builder.gep(tile, [builder.mul(position, integer(4 * PANEL))])
-        pairs = {column: form.pairs(builder, registers, row_of_tile, column) for column in starts}
+        loaded = {column: form.load(builder, registers, row_of_tile, column) for column in starts}
+
+        # One row has many columns, whose pairs would take all of few registers at once: each is made when it is needed.
+        is_late = num_rows == 1 and registers.are_few
+        pairs = {
+            column: [] if is_late else [form.pair(builder, vectors, pair) for pair in range(form.num_pairs)]
+            for column, vectors in loaded.items()
+        }
         for line in range(4 * starts.start, 4 * starts.stop, 64):
             prefetch_line(builder, builder.gep(row_of_tile, [integer(line + _AHEAD)]))
         first = builder.mul(position, integer(form.num_pairs))
         for pair in range(form.num_pairs):
+            if is_late:
+                pairs = {
+                    column: [*pairs[column], form.pair(builder, vectors, pair)] for column, vectors in loaded.items()
+                }
             for row in range(num_rows):
                 index = builder.add(first, integer(row * ROW_WORDS + pair))
                 numbers = spread(builder, builder.load(builder.gep(own, [index])), starts.step)
