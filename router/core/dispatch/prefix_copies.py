@@ -32,8 +32,6 @@ MIN_GAIN_SHARE: Final = 0.1
 """The least gain, as a share of the time that the prefix takes to compute: for less, nothing else is looked at."""
 MIN_BUSY_SHARE: Final = 0.05
 """A copy is never free."""
-IDLE_PER_COPY: Final = 4
-"""At most one copy at a time for so many idle shards, so that those that come find one."""
 COPY_NAME: Final = "copy"
 """See `preparing`: the name of its request ends in it."""
 
@@ -106,7 +104,7 @@ class PrefixCopies:
             return None
         shards = self._placer.eligibility.open_shards(live)
         idle = [shard for shard in shards if shard.shard_id in idle_ids]
-        if not idle or self._ledger.num_copies[live.request.model] >= max(1, len(idle) // IDLE_PER_COPY):
+        if len(idle) <= self._ledger.num_copies[live.request.model]:
             return None
         for shard in sorted(idle, key=lambda one: (one.turn, one.shard_id)):
             if shard.description.block_size != candidate.block_size:
