@@ -50,9 +50,9 @@ ENGINE_TESTS = tests/conformance tests/unit/shard_server $(wildcard tests/proper
 	tests/integration/test_shadow*torch.py)
 
 test-cpus: setup-dev ## The engines' tests as on lesser x86 CPUs: AVX2 alone, AVX-512 without BF16, one core.
-	NUMBA_CPU_NAME=haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
+	NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
 	  $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ENGINE_TESTS) $(ARGS)
-	NUMBA_CPU_NAME=x86-64-v4 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 \
+	NUMBA_CPU_NAME=x86-64-v4 NUMBA_CPU_FEATURES= ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 \
 	  $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ENGINE_TESTS) $(ARGS)
 	taskset -c 0 $(BIN)/python -m pytest -n 0 $(ENGINE_TESTS) $(ARGS)
 

@@ -13,7 +13,12 @@ from tests.fakes.tiny_llama import write_tiny_llama
 
 cpu = pytest.importorskip("shard_server.engines.torch_engine.kernels.codegen.cpu")
 
-AVX2_ONLY = {"NUMBA_CPU_NAME": "haswell", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+AVX2_ONLY = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
 LOAD = """
 import sys
 from pathlib import Path

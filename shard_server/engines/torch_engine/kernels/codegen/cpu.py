@@ -1,7 +1,8 @@
 """Tells what the CPU that numba compiles for can do.
 
-numba compiles for the CPU that it runs on, unless NUMBA_CPU_NAME (and NUMBA_CPU_FEATURES) name another one: this is how
-the kernels of lesser CPUs are tried out on a better one.
+numba compiles for the CPU that it runs on, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one: this is how
+the kernels of lesser CPUs are tried out on a better one. Without the latter, which may be empty, numba keeps the
+features of this CPU, such as AVX-512's 32 registers.
 """
 
 from __future__ import annotations
