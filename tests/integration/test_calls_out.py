@@ -117,6 +117,7 @@ CALLS: Final = {
 }  # fmt: skip
 CALLERS: Final = {
     "control/usage/webhook.py": "control.webhook_urls; redirects are not followed",
+    "edge_http/fetching.py": "origins of edge.fetch_origins, by https at public addresses only; no redirects",
     "edge_http/recovery/peer_proxy.py": "edges, by sealed records; redirects are not followed",
     "edge_http/supervisor.py": "the supervisor's socket in the data directory",
     "kvloom/client/credentials.py": "the SDK: what its user names",
@@ -144,7 +145,8 @@ def called_names(source: str) -> set[str]:
 
 def test_services_call_only_what_operators_name() -> None:
     """A new way out must be judged: tenants and their administrators may give no address that is called, but for
-    webhooks (tests/integration/test_webhooks.py)."""
+    webhooks (tests/integration/test_webhooks.py) and for files of origins that the operator allows
+    (tests/integration/test_fetched_urls.py)."""
     packages = (
         "control",
         "edge_http",

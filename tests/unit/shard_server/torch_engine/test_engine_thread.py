@@ -128,8 +128,10 @@ async def test_info_is_what_the_runner_and_the_configuration_say() -> None:
         assert info.capabilities == frozenset(Capability) - {
             Capability.GUIDED,
             Capability.STRUCTURAL_TAGS,  # there is no vocabulary
-            Capability.RERANK,  # encoders have these two
+            Capability.RERANK,  # encoders have these three
             Capability.SCORE,
+            Capability.CROSS_ENCODE,
+            Capability.VISION,
             Capability.ADAPTERS,  # the runner cannot compute with them
             Capability.KV_HANDOFF,
             Capability.HANDOFF_LOGPROBS,
