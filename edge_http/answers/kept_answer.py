@@ -62,7 +62,11 @@ class KeptAnswer(StreamedAnswer):
 
     def release(self, error: KvloomError | None = None) -> None:
         """Send the last event, or that of the error that kept the response from being stored."""
-        self._send_all(self._held if error is None else (self._formatter.error(error),))
+        if error is None:
+            self._send_all(self._held)
+        else:
+            self._formatter.restore(self.num_events)  # the events that were held back have numbers, too
+            self._send_all((self._formatter.error(error),))
         self._held = ()
         self._events.end()
 

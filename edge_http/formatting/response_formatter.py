@@ -150,7 +150,8 @@ class ResponseFormatter(abc.ABC):
         return
 
     def restore(self, num_events: int) -> None:  # noqa: ARG002
-        """Another edge has sent so many events, whose output was passed to `opening`, `output` and `finish`."""
+        """Only so many events were sent, be it by another edge, whose output was passed to `opening`, `output` and
+        `finish`."""
         return
 
     @abc.abstractmethod

@@ -295,9 +295,11 @@ async def test_a_response_that_cannot_be_stored_does_not_seem_to_be(tmp_path: Pa
             await world.server.stop(None)
             request.tokens("Hello")
             request.finish()
-            kinds = [event.type async for event in stream]
+            events = [event async for event in stream]
+            kinds = [event.type for event in events]
             assert kinds[-1] == "response.failed"
             assert "response.completed" not in kinds
+            assert [event.sequence_number for event in events] == list(range(len(events)))
             return
         asking = asyncio.create_task(world.client.responses.create(model="tiny", input="the fox"))
         request = await world.edge.link.next_request()
