@@ -275,6 +275,7 @@ def _stream_options(edge: Edge, job: GenerationJob) -> dict[str, Any]:
 def submission_of(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
     """Make the submission of a job whose response has that id."""
     timeout_seconds = seconds_left(edge, job)
+    job.take_default_seed()
     requests = link_requests(edge, request, job, job.prompts, name, timeout_seconds)
     if job.shape.tools and (form := output_form(job.shape.parser, job.shape.tools)) is not None:
         for each in requests:

@@ -28,12 +28,8 @@ class Generation(msgspec.Struct):
 
 def give_seed(job: GenerationJob) -> None:
     """Draw the job's seed, if there is none, so that it is known."""
-    defaults = job.model.default_sampling
-    if job.sampling.HasField("seed"):
-        return
-    if defaults is not None and defaults.HasField("seed"):
-        job.sampling.seed = defaults.seed
-    else:
+    job.take_default_seed()
+    if not job.sampling.HasField("seed"):
         job.sampling.seed, job.wanted.seed_is_drawn = draw_seed(), True
 
 

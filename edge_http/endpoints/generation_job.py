@@ -69,6 +69,12 @@ class GenerationJob(TimedJob):
         """How its tokens are sampled."""
         return self.wanted.sampling
 
+    def take_default_seed(self) -> None:
+        """Use the seed of the model's defaults, if it has one and the request names none."""
+        defaults = self.model.default_sampling
+        if defaults is not None and defaults.HasField("seed") and not self.sampling.HasField("seed"):
+            self.sampling.seed = defaults.seed
+
     @property
     def stop(self) -> StopConditions:
         """When its choices end."""

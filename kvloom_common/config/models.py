@@ -19,6 +19,8 @@ class GenerationDefaults(Section):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     max_tokens: PositiveInt | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    """With one, requests that name no seed, such as all of the Responses and Messages APIs, repeat their answers."""
 
 
 ADAPTER_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,127}$"

@@ -93,6 +93,7 @@ def _sampling_of(defaults: GenerationDefaults) -> SamplingParams:
         top_k=defaults.top_k,
         min_p=defaults.min_p,
         repetition_penalty=defaults.repetition_penalty,
+        seed=defaults.seed,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,8 +14,10 @@ import pytest_asyncio
 from openai.types.responses import Response
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import TIER_BATCH
 from tests.fakes.fake_router_link import FakeRequest, answer
+from tests.fakes.served_models import tiny_model
 from tests.fakes.state_world import StateWorld, state_world_on
 from tests.waiting import eventually
 
@@ -22,13 +25,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests of a database
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then\n\nit does so again. " * 3
 OPEN = ("queued", "in_progress")
+SEEDED = dataclasses.replace(tiny_model("seeded"), default_sampling=SamplingParams(seed=7))
 
 
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 )
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StateWorld]:
-    async with state_world_on(request, tmp_path_factory, max_background=8) as started:
+    async with state_world_on(request, tmp_path_factory, more_models=[SEEDED], max_background=8) as started:
         yield started
 
 
@@ -95,6 +99,31 @@ async def test_a_response_is_generated_behind_its_clients_back(world: StateWorld
     assert [item.content[0].text for item in listed.data] == ["the fox"]
     request = world.edge.link.requests[-1].request
     assert (request.submit.tenant, request.wanted.sampling.HasField("seed")) == ("acme/search", True)
+
+
+async def test_requests_that_name_no_seed_have_that_of_the_model(world: StateWorld) -> None:
+    """With `[model.defaults] seed` answers repeat, in every API and in the background. A request that names one keeps
+    it, and those of other models are drawn."""
+    client, messages = world.client, [{"role": "user", "content": "the fox"}]
+
+    def seed() -> int:
+        return world.edge.link.requests[-1].request.wanted.sampling.seed
+
+    async with world.jobs():
+        await over(world, (await begun(world, model="seeded")).id)
+    assert seed() == 7
+    create: Any
+    for create, body, expected in (
+        (client.responses.create, {"input": "the fox"}, 7),
+        (client.responses.create, {"input": "the fox", "store": False}, 7),
+        (client.completions.create, {"prompt": "the fox"}, 7),
+        (client.chat.completions.create, {"messages": messages}, 7),
+        (client.chat.completions.create, {"messages": messages, "seed": 5}, 5),
+    ):
+        await create(model="seeded", **body)
+        assert seed() == expected
+    await client.responses.create(model="tiny", input="the fox")
+    assert seed() != 7
 
 
 async def test_its_stream_is_one_lifecycle_that_can_be_read_again(world: StateWorld) -> None:

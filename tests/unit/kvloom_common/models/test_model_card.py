@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> ModelConfig:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1}')
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    defaults = GenerationDefaults(temperature=0.25, max_tokens=77)
+    defaults = GenerationDefaults(temperature=0.25, max_tokens=77, seed=2**63 - 1)
     return ModelConfig(name="tiny", version="3", path=str(tmp_path), aliases=["t"], defaults=defaults, owned_by="us")
 
 
@@ -41,7 +41,7 @@ def test_a_card_serves_like_the_files(config: ModelConfig) -> None:
     assert (other.name, other.version, other.aliases, other.owned_by) == ("tiny", "3", ("t",), "us")
     assert (other.default_sampling, other.default_max_tokens) == (own.default_sampling, 77)
     assert other.default_sampling is not None
-    assert other.default_sampling.temperature == 0.25
+    assert (other.default_sampling.temperature, other.default_sampling.seed) == (0.25, 2**63 - 1)
     assert (other.output, other.system_fingerprint) == (own.output, own.system_fingerprint)
     assert other.card is not None
     assert other.card.checksum == card.checksum
