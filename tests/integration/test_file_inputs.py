@@ -78,6 +78,24 @@ async def test_the_model_reads_the_text_of_a_file_before_the_question(world: Sta
             assert text in world.prompt()
 
 
+async def test_the_tokens_of_a_prompt_with_a_file(world: StateWorld) -> None:
+    """Whoever asks how long a prompt is gets what the model would read: the file's text, for its own tenant alone."""
+    part: Any = {"type": "file", "file": {"file_id": await file_id(world)}}
+    body = {"model": "tiny", "messages": asked(part, {"type": "text", "text": "Why?"})}
+    await world.client.chat.completions.create(**body)
+    url = f"{world.edge.url}/tokenize"
+    for client, status in ((world.client, 200), (world.other, 404)):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with world.edge.http.post(url, json=body, headers=headers) as response:
+            answered = await response.json()
+            assert response.status == status, answered
+            if status == 200:
+                assert answered["tokens"] == list(world.edge.link.requests[-1].request.prompt_token_ids)
+                assert TEXT in world.prompt()
+            else:
+                assert answered["error"]["param"] == "messages[0].content[0].file"
+
+
 async def test_a_conversation_keeps_its_files(world: StateWorld) -> None:
     """The items are stored with the file, and each later turn has its text at the same place: the prefix is the
     same."""
