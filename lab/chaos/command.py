@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ _NUM_USERS: Final = 12
 _NUM_SOAK_USERS: Final = 4
 """A steady load that leaves most of a small machine idle. Leaks grow with requests and with time, not with load."""
 _NAMES: Final = ", ".join(FaultKind)
-_OPTIONAL_PARTS: Final = frozenset({"model", "control"})
+_OPTIONAL_PARTS: Final = frozenset({"model", "control", "orchestrator"})
 """Parts that only some fabrics have."""
 
 
@@ -55,7 +56,7 @@ def _for_tenants(kinds: list[FaultKind], num_tenants: int, engine: str) -> list[
             raise click.UsageError("--tenants: answers that a budget cuts short are only known with --engine sim")
         # A budget is one of a month: a process whose clock jumps to the next has another one.
         return [kind for kind in kinds if kind is not FaultKind.CLOCK_JUMP]
-    return _without(kinds, "control", "--tenants 1")
+    return _without(kinds, "control", "--tenants 1 or more")
 
 
 def _for_models(kinds: list[FaultKind], num_models: int, engine: str) -> list[FaultKind]:
@@ -64,14 +65,23 @@ def _for_models(kinds: list[FaultKind], num_models: int, engine: str) -> list[Fa
         if engine != "sim":
             raise click.UsageError("--models: several models have answers of their own only with --engine sim")
         return kinds
-    return _without(kinds, "model", "--models 2")
+    return _without(kinds, "model", "--models 2 or more")
+
+
+def _for_stored(kinds: list[FaultKind], sizes: dict[str, Any]) -> list[FaultKind]:
+    """The faults that there are with or without stored responses. Raises UsageError."""
+    if not sizes["stored"]:
+        return _without(kinds, "orchestrator", "--stored")
+    if sizes["engine"] != "sim" or sizes["num_models"] > 1 or sizes["num_tenants"]:
+        raise click.UsageError("--stored: what is stored is only known with one model, --engine sim and no tenants")
+    return kinds
 
 
 def _without(kinds: list[FaultKind], part: str, need: str) -> list[FaultKind]:
     """Raises UsageError if faults of that part were named."""
     others = [kind for kind in kinds if kind.part != part]
     if len(others) < len(kinds) and {kind for kind in _available() if kind.part not in _OPTIONAL_PARTS} - {*kinds}:
-        raise click.UsageError(f"--faults: {', '.join(sorted({*kinds} - {*others}))} needs {need} or more")
+        raise click.UsageError(f"--faults: {', '.join(sorted({*kinds} - {*others}))} needs {need}")
     return others
 
 
@@ -117,6 +127,11 @@ def _list_faults(context: click.Context, _parameter: click.Parameter, value: boo
         least=0,
         most=16,
         to="num_tenants",
+    ),
+    switch(
+        "--stored",
+        "Start an orchestrator (sim engine). Users also ask for stored responses, some in the background, and all that "
+        "were promised must be found at the end.",
     ),
     count("--edges", 2, "The number of edges.", most=16, to="num_edges"),
     count("--routers", 2, "The number of routers.", most=16, to="num_routers"),
@@ -206,18 +221,20 @@ def chaos(
     if soak and attack_seconds:
         raise click.UsageError("--soak is without faults: leave --attack-seconds out")
     kinds = _for_models(kinds, sizes["num_models"], sizes["engine"])
-    kinds = _for_tenants(kinds, sizes["num_tenants"], sizes["engine"])
+    kinds = _for_stored(_for_tenants(kinds, sizes["num_tenants"], sizes["engine"]), sizes)
     table = "soak" if soak else "attack" if attack_seconds else "chaos"
     if page is not None:
         check_page(page, [table])
     show = _ProgressLine()
     cache_dir = model_cache_dir(data_dir)
     found = resolve_model(model, cache_dir, show.say)
+    config = ModelConfig(name=found.name, path=str(found.path))
     if region_loss:
-        _lose_region(ModelConfig(name=found.name, path=str(found.path)), sizes["seed"], num_users or _NUM_USERS, show)
-        return
+        lost = asyncio.run(lose_region(config, sizes["seed"], num_users or _NUM_USERS, show.say))
+        print(json.dumps(lost, indent=2))
+        sys.exit(1 if lost["problems"] else 0)
     plan = ChaosPlan(
-        model=ModelConfig(name=found.name, path=str(found.path)),
+        model=config,
         kinds=[] if soak or attack_seconds else kinds,
         attack_seconds=attack_seconds or 0.0,
         num_users=num_users or (_NUM_SOAK_USERS if soak else _NUM_USERS),
@@ -237,41 +254,9 @@ def chaos(
         write_table(page, table, {"soak": soak_page, "attack": attack_page, "chaos": chaos_page}[table](report))
     print(json.dumps(report, indent=2) if as_json else summary(report))
     if report["problems"]:
-        show.say(
-            "\n".join(("", *report["problems"], f"logs: {report['logs']}", f"again: {_command(plan, kinds, soak)}"))
-        )
+        again = shlex.join(("kvloom-lab", *sys.argv[1:]))
+        show.say("\n".join(("", *report["problems"], f"logs: {report['logs']}", f"again: {again}")))
         sys.exit(1)
-
-
-def _lose_region(model: ModelConfig, seed: int, num_users: int, show: _ProgressLine) -> None:
-    report = asyncio.run(lose_region(model, seed, num_users, show.say))
-    print(json.dumps(report, indent=2))
-    if report["problems"]:
-        sys.exit(1)
-
-
-def _command(plan: ChaosPlan, kinds: list[FaultKind], soak: bool) -> str:
-    words = ["kvloom-lab chaos", f"--minutes {plan.minutes:g}", f"--seed {plan.seed}", f"--engine {plan.engine}"]
-    words += [f"--shards {plan.num_shards}", f"--edges {plan.num_edges}", f"--routers {plan.num_routers}"]
-    words += [f"--users {plan.num_users}"]
-    if plan.num_models > 1:
-        words.append(f"--models {plan.num_models}")
-    if plan.num_tenants:
-        words.append(f"--tenants {plan.num_tenants}")
-    if soak:
-        words.append("--soak")
-    elif plan.attack_seconds:
-        words[1] = f"--attack-seconds {plan.attack_seconds:g}"
-        words += [f"--attacks {','.join(plan.attacks)}"] if plan.attacks else []
-    elif len(kinds) < len(_default_kinds(plan)):
-        words.append("--faults " + ",".join(kinds))
-    if plan.long_hang_share != LONG_HANG_SHARE:
-        words.append(f"--long-hangs {plan.long_hang_share:g}")
-    return " ".join(words)
-
-
-def _default_kinds(plan: ChaosPlan) -> list[FaultKind]:
-    return _for_tenants(_for_models(_available(), plan.num_models, plan.engine), plan.num_tenants, plan.engine)
 
 
 class _ProgressLine:

@@ -30,16 +30,17 @@ from kvloom_common.text.tokenizer import ModelTokenizer
 from lab.chaos.checking.metering import compare_metering
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.usage_log import UsageLog
-from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict, judge
+from lab.chaos.checking.verdicts import NEVER_ALLOWED, AnswerVerdict
 from lab.chaos.clients.http_client import HttpClient
-from lab.chaos.clients.oracle import SimOracle, prompt_ids_of
+from lab.chaos.clients.oracle import SimOracle
 from lab.chaos.clients.questions import Behaviour, Endpoint, UserCall, draw_question
 from lab.chaos.clients.sdk_client import SdkClient
-from lab.chaos.clients.transcript import Transcript
 from lab.chaos.fabric.cluster import Cluster
 from lab.chaos.fabric.proxy import FaultProxy
 from lab.chaos.fabric.quiescence import wait_for_quiescence
 from lab.chaos.tenants.control import ControlDesk
+from lab.chaos.tenants.population import AMPLE_NANOS, ChaosTenant, IssuedKey
+from lab.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, ask
 from lab.free_ports import pick_free_ports
 from tools.fabric_trust import provide_secret
 
@@ -53,7 +54,6 @@ LOST_SECONDS: Final = 5.0
 """How long the cell is lost each time: longer than answers of a resident tenant look for a router."""
 CALM_SECONDS: Final = 6.0
 """Before, between and after the losses."""
-PATIENCE_SECONDS: Final = 60.0
 _SETTLE_SECONDS: Final = 3.0
 """Within which the router of a cell that is back has heard what was not delivered, and logged it."""
 _MOBILE: Final = "acme/anywhere"
@@ -118,18 +118,14 @@ class _Run:
             keys = await self._make_tenants(west)
             async with contextlib.AsyncExitStack() as clients:
                 http = await clients.enter_async_context(HttpClient({"edge": f"http://{west.http_address}"}))
-                sdk = {
-                    tenant: await clients.enter_async_context(
-                        SdkClient(
-                            _address(self._client_proxies["west"]),
-                            2,
-                            keys[tenant],
-                            _address(self._client_proxies["east"]),
-                        )
-                    )
-                    for tenant in (_MOBILE, _RESIDENT)
-                }
-                await self._run_users(http, sdk, west, keys)
+                tenants, sdks = [], []
+                for name in (_MOBILE, _MOBILE, _RESIDENT):
+                    tenants.append(ChaosTenant(name, {}, AMPLE_NANOS, [IssuedKey("", keys[name], time.monotonic())]))
+                    west_address, east_address = map(_address, self._client_proxies.values())
+                    sdk = SdkClient(west_address, 2, keys[name], east_address)
+                    sdks.append(await clients.enter_async_context(sdk))
+                own = (self._oracle, self._tokenizer, QuestionSource(), self._records.append)
+                await self._run_users(UserContext(http, sdks, *own, tenants), west)
             problems = [*await wait_for_quiescence(west), *await wait_for_quiescence(east)]
             await asyncio.sleep(_SETTLE_SECONDS)
             counts = await _counts_of(west, keys[_OPERATOR])
@@ -203,18 +199,11 @@ class _Run:
 
     # -- users and losses ---------------------------------------------------------------------------------------------
 
-    async def _run_users(
-        self, http: HttpClient, sdk: dict[str, SdkClient], west: Cluster, keys: dict[str, str]
-    ) -> None:
+    async def _run_users(self, context: UserContext, west: Cluster) -> None:
         stop = asyncio.Event()
         users = [
-            asyncio.create_task(
-                self._run_user(http, sdk[tenant] if number % 2 else None, number, tenant, keys[tenant], stop),
-                name=f"user {number}",
-            )
-            for number, tenant in zip(
-                range(self._num_users), (_MOBILE, _MOBILE, _RESIDENT) * self._num_users, strict=False
-            )
+            asyncio.create_task(self._run_user(context, number, stop), name=f"user {number}")
+            for number in range(self._num_users)
         ]
         try:
             for how in ("network", "processes"):
@@ -242,34 +231,18 @@ class _Run:
         await asyncio.sleep(LOST_SECONDS)
         loss.ended_at, self._is_cut = time.monotonic(), False
 
-    async def _run_user(
-        self, http: HttpClient, sdk: SdkClient | None, number: int, tenant: str, key: str, stop: asyncio.Event
-    ) -> None:
-        """A user of the SDK, or without one of the edge."""
+    async def _run_user(self, context: UserContext, number: int, stop: asyncio.Event) -> None:
+        """A user of the edge, or, with an odd number, of the SDK."""
         rng = random.Random(f"user {number} of {self._seed}")
+        is_sdk = number % 2 == 1
         num_asked = 0
         while not stop.is_set():
             num_asked += 1
             question = draw_question(rng, self._oracle.words[:256], MAX_TOKENS, [self._model.name])
-            of_text, of_tokens = _ENDPOINTS[sdk is not None]
-            is_resumable = sdk is not None and question.is_chat and num_asked % 2 == 0
-            call = UserCall(
-                question,
-                of_text if question.is_chat else of_tokens,
-                Behaviour.RESUMABLE if is_resumable else Behaviour.PLAIN,
-            )
-            expected = await self._oracle.expected(question)
-            transcript = Transcript.begin(question.n, time.monotonic())
-            prompt_ids = await prompt_ids_of(question, self._tokenizer)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    name = f"u{number}-{num_asked}"
-                    if sdk is None:
-                        await http.ask(call, prompt_ids, transcript, rng, name, lambda: key)
-                    else:
-                        await sdk.ask(call, prompt_ids, transcript, rng, name)
-            transcript.ended_at = time.monotonic()
-            self._records.append(Record.of(call, expected, transcript, judge(expected, transcript), tenant))
+            is_resumable = is_sdk and question.is_chat and num_asked % 2 == 0
+            behaviour = Behaviour.RESUMABLE if is_resumable else Behaviour.PLAIN
+            call = UserCall(question, _ENDPOINTS[is_sdk][not question.is_chat], behaviour)
+            context.on_record(await ask(context, call, rng, number, f"u{number}-{num_asked}"))
 
     # -- the report ---------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,12 @@ from lab.chaos.checking.explanations import FleetSize
 from lab.chaos.checking.memory import SAMPLE_SECONDS, MemorySamples, soak_problems
 from lab.chaos.checking.record import Record
 from lab.chaos.checking.report import make_report
+from lab.chaos.checking.stored import check_stored
 from lab.chaos.checking.usage_log import UsageLog
 from lab.chaos.checking.verdicts import NEVER_ALLOWED
 from lab.chaos.clients.http_client import HttpClient
 from lab.chaos.clients.oracle import Oracle, RecordedOracle, SimOracle
-from lab.chaos.clients.questions import draw_question
+from lab.chaos.clients.questions import RESPONSE_SEED, draw_question
 from lab.chaos.clients.sdk_client import SdkClient
 from lab.chaos.fabric.clocks import with_own_clock
 from lab.chaos.fabric.cluster import Cluster
@@ -71,6 +72,8 @@ class ChaosPlan:
     """The number of shards of each model."""
     num_tenants: int = 0
     """0: users are callers without keys."""
+    stored: bool = False
+    """True: there is an orchestrator, and some users ask for stored responses."""
     num_edges: int = 2
     num_routers: int = 2
     num_users: int = 12
@@ -104,17 +107,11 @@ class ChaosPlan:
 
     @property
     def models(self) -> list[ModelConfig]:
+        name, path = self.model.name, self.model.path
         others = range(1, self.num_models)
         return [
             self.model,
-            *(
-                ModelConfig(
-                    name=f"{self.model.name}-{number + 1}",
-                    path=self.model.path,
-                    shard={"sim": {"answer_seed": number}},
-                )
-                for number in others
-            ),
+            *(ModelConfig(name=f"{name}-{i + 1}", path=path, shard={"sim": {"answer_seed": i}}) for i in others),
         ]
 
     def config(self) -> KvloomConfig:
@@ -126,6 +123,8 @@ class ChaosPlan:
         config.router.decision_log.max_remembered = 256
         config.shard.num_blocks = 1024  # soon full, like the cache of a shard that has been up for long
         config.control.enabled = config.control.witness = self.num_tenants > 0
+        config.orchestrator.enabled = self.stored
+        config.model.defaults.seed = RESPONSE_SEED if self.stored else None
         config.log.format = "json"  # usage records are read from it
         config.fabric.drain_timeout_seconds = 15.0
         return config
@@ -197,7 +196,9 @@ class _Run:
             self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")], attackers)
             async with self._context() as context:
                 await self._run_users_and_faults(context)
-            problems = await wait_for_quiescence(self._cluster)
+                problems = await wait_for_quiescence(self._cluster)
+                self._stored, not_kept = await check_stored(context.http, context.stored)
+                problems += not_kept
             if self._tenancy is not None:
                 await self._tenancy.close()
             await asyncio.sleep(_USAGE_LOG_SECONDS)  # the supervisor may not have written the last lines yet
@@ -243,7 +244,9 @@ class _Run:
         names = [model.name for model in self._plan.models]
         if self._plan.engine == "sim":
             oracle = SimOracle(self._tokenizer, {name: number for number, name in enumerate(names)})
-            questions = QuestionSource(stop_words=oracle.words[:_MAX_STOP_WORDS], models=names)
+            questions = QuestionSource(
+                stop_words=oracle.words[:_MAX_STOP_WORDS], models=names, has_stored=self._plan.stored
+            )
             return oracle, questions if self._plan.faults else questions.limited_to(_NUM_SOAK_QUESTIONS, rng)
         pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS, names) for _ in range(_NUM_RECORDED)]
         try:
@@ -317,6 +320,7 @@ class _Run:
         figures["problems"] += [*self._injector.never_restarted, *problems]
         figures["problems"] += absence_problems(self._cluster.probes, disturbances, self._begin)
         figures["absences"] = absence_figures(self._cluster.probes)
+        figures["stored"] = dict(self._stored)
         if self._tenancy is not None:
             figures["tenancy"] = self._tenancy.judge(self._records, disturbances)
             figures["problems"] += figures["tenancy"].pop("problems")

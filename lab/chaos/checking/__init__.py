@@ -4,6 +4,7 @@ verdicts.py      compares a received answer with the expected one
 explanations.py  decides whether faults explain a failure
 record.py        what is kept of every answer
 usage_log.py     reads the usage records from the routers' logs
+stored.py        whether stored responses are found at the end
 absences.py      how requests for a model were answered while it was away
 metering.py      compares the usage records with what was delivered
 memory.py        the resident memory of the processes

@@ -34,6 +34,8 @@ _LOST_EVENTS: Final = frozenset({"not_found", "events_gone"})
 _WITHOUT_CONTROL: Final = frozenset({"budget_unavailable", "auth_unavailable", "invalid_api_key"})
 """The last: of a key that is newer than what an edge knows."""
 _CAUSED_BY_CLIENT: Final = frozenset({"client_too_slow"})
+_WITHOUT_STORAGE: Final = frozenset({"orchestrator", "redis", "disk-full"})
+"""The parts without which responses are not stored."""
 _EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
 """The faults that break a connection. An edge that only hangs keeps its connections."""
 
@@ -69,6 +71,8 @@ def is_explained(
     code = transcript.code
     if code in transcript.refusal_codes or (code in _WITHOUT_CONTROL and "control" in by_part):
         return True
+    if code == "orchestrator_unavailable":
+        return not _WITHOUT_STORAGE.isdisjoint(by_part)
     if _is_refused_for_its_model(transcript, by_part):
         return True
     if code in _CAUSED_BY_CLIENT:
@@ -81,6 +85,8 @@ def is_explained(
         return "safety" in by_part or "router" in by_part
     if code == "draining" and _breaks_connections(by_part):
         return True
+    if call.endpoint is Endpoint.RESPONSE and code in _LOST_EVENTS:
+        return False
     if code in _LOST_EVENTS and any(one.kind is FaultKind.REDIS_TAKEOVER for one in by_part.get("redis", [])):
         return is_resumable  # two edges may be with different servers, which do not know each other's journals
     if code in _LOST_EVENTS:

@@ -21,6 +21,7 @@ class LoggedUsage(msgspec.Struct, frozen=True):
     outcome: str = ""
     process: str = ""
     tenant: str = ""
+    client_request_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,12 +70,16 @@ def compare_metering(deliveries: Iterable[Delivery], usage_records: Iterable[Log
     """Compare every delivery with its usage records."""
     metered: dict[str, int] = {}
     result = MeteringResult()
+    names: dict[str, str] = {}
     for record in usage_records:
-        result.num_metered_requests += record.request_id not in metered
+        if record.client_request_id.startswith("resp_"):  # its client knows a background response by this name
+            names[record.request_id] = record.client_request_id
+        answer = names.get(record.request_id, record.request_id)
+        result.num_metered_requests += answer not in metered
         num_tokens = record.num_output_tokens - record.num_credited_tokens
         result.num_metered_tokens += num_tokens
         result.num_credited_tokens += record.num_credited_tokens
-        metered[record.request_id] = metered.get(record.request_id, 0) + num_tokens
+        metered[answer] = metered.get(answer, 0) + num_tokens
     for delivery in deliveries:
         _compare_one(delivery, metered, result)
     return result

@@ -30,6 +30,9 @@ def summary(report: dict[str, Any]) -> str:
     if report["absences"]:
         counts = ", ".join(f"{count} {name}" for name, count in report["absences"].items())
         lines.append(f"requests for models that were away: {counts}")
+    if report["stored"]:
+        found = ", ".join(f"{count} {name}" for name, count in report["stored"].items())
+        lines.append(f"stored responses at the end: {found}")
     if "tenancy" in report:
         lines += _tenancy_lines(report["tenancy"])
     if report["failures"]:
@@ -182,14 +185,7 @@ def _fault_table(report: dict[str, Any]) -> str:
 def _memory_table(report: dict[str, Any]) -> str:
     """Under faults no process runs long enough for a slope to be meaningful."""
     if report["num_faults"]:
-        heads = (
-            "process",
-            "incarnations",
-            "longest watched s",
-            "RSS MB at first",
-            "at the end",
-            "maximum",
-        )
+        heads = ("process", "incarnations", "longest watched s", "RSS MB at first", "at the end", "maximum")
         rows = [
             (row["name"], str(row["incarnations"]), f"{row['seconds']:.0f}", *_sizes(row), f"{row['most_mb']}")
             for row in report["memory"]

@@ -22,7 +22,11 @@ _RETRY_SECONDS: Final = 0.3
 _MAX_RETRY_AFTER_SECONDS: Final = 2.0
 _SLOW_PIECE_BYTES: Final = 256
 _SLOW_PAUSE_SECONDS: Final = 0.02
-PATHS: Final = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETION: "/v1/completions"}
+PATHS: Final = {
+    Endpoint.CHAT: "/v1/chat/completions",
+    Endpoint.COMPLETION: "/v1/completions",
+    Endpoint.RESPONSE: "/v1/responses",
+}
 _RESUMED: Final = frozenset({Behaviour.RESUMABLE, Behaviour.FLAKY})
 _REJECTIONS: Final = frozenset({429, 503})
 
@@ -57,8 +61,27 @@ class HttpClient:
         body = self._body(call, prompt_ids)
         await _HttpCall(self._session, self._edge_urls, call, body, transcript, rng, name, key).run()
 
+    async def stored_response(self, response_id: str, user: str) -> tuple[int, dict[str, Any]]:
+        """Returns the status and the body for a response of that user; 0: there is no answer."""
+        url = f"{next(iter(self._edge_urls.values()))}{PATHS[Endpoint.RESPONSE]}/{response_id}"
+        try:
+            async with self._session.get(url, headers={"Authorization": f"Bearer {user}"}) as answer:
+                return answer.status, await answer.json()
+        except (aiohttp.ClientError, OSError):
+            return 0, {}
+
     def _body(self, call: UserCall, prompt_ids: Sequence[int]) -> dict[str, Any]:
         question = call.question
+        if call.endpoint is Endpoint.RESPONSE:
+            return {
+                "model": question.model,
+                "input": question.prompt,
+                "max_output_tokens": question.max_tokens,
+                "temperature": question.temperature,
+                "stream": call.behaviour is not Behaviour.WHOLE,
+                "background": call.behaviour in _RESUMED,
+                "previous_response_id": question.previous_response_id or None,
+            }
         body: dict[str, Any] = {
             "model": question.model,
             "max_tokens": question.max_tokens,
@@ -89,17 +112,13 @@ class _HttpCall:
         name: str,
         key: Callable[[], str] | None,
     ) -> None:
-        self._session = session
-        self._edge_urls = edge_urls
-        self._call = call
-        self._body = body
-        self._transcript = transcript
-        self._rng = rng
+        self._session, self._edge_urls, self._call, self._body = session, edge_urls, call, body
+        self._transcript, self._rng = transcript, rng
         self._has_own_key = key is not None
         self._key = key or (lambda: name.partition("-")[0])
         self._headers: dict[str, str] = {}
         self._can_resume = call.behaviour in _RESUMED
-        if self._can_resume:
+        if self._can_resume and call.endpoint is not Endpoint.RESPONSE:
             self._headers = {"x-kvloom-resume": "on", "Idempotency-Key": name}
         self._breaks = list(call.breaks)
         self._response_id = ""
@@ -164,8 +183,10 @@ class _HttpCall:
         params = {"stream": "true"}
         if after and self._rng.random() < 0.5:
             headers["Last-Event-ID"] = str(after)
-        else:
+        elif self._call.endpoint is not Endpoint.RESPONSE:
             params["starting_after"] = str(after)
+        elif after:
+            params["starting_after"] = str(after - 1)  # these are counted from 0
         return self._session.get(f"{url}/{self._response_id}", params=params, headers=headers)
 
     async def _note_rejection(self, response: aiohttp.ClientResponse) -> float | None:

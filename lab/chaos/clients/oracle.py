@@ -24,7 +24,11 @@ class Oracle(Protocol):
 
 async def prompt_ids_of(question: Question, tokenizer: ModelTokenizer) -> list[int]:
     if question.is_chat:
-        prompt, _ = await tokenizer.encode_chat([ChatMessage("user", question.prompt)])
+        said = [text for turn in question.earlier for text in turn]
+        messages = [
+            ChatMessage("assistant" if i % 2 else "user", text) for i, text in enumerate((*said, question.prompt))
+        ]
+        prompt, _ = await tokenizer.encode_chat(messages)
         return prompt.tolist()
     return (await tokenizer.encode(question.prompt)).tolist()
 

@@ -20,6 +20,8 @@ class Endpoint(enum.StrEnum):
     """gRPC `Generate`: the router tokenizes."""
     SDK_TOKENS = "sdk tokens"
     """gRPC `Connect`: token ids over the stream that all of the SDK's requests share."""
+    RESPONSE = "stored response"
+    """POST /v1/responses. What is RESUMABLE or FLAKY is a background response."""
 
 
 class Behaviour(enum.StrEnum):
@@ -53,6 +55,9 @@ class Question:
     n: int = 1
     stop: tuple[str, ...] = ()
     model: str = ""
+    previous_response_id: str = ""
+    earlier: tuple[tuple[str, str], ...] = ()
+    """The turns before it, each the prompt and the answer: those of the previous response and before that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +88,11 @@ _SDK_BEHAVIOURS: Final = {
     Endpoint.SDK_TOKENS: (*(Behaviour.PLAIN,) * 6, Behaviour.LEAVER),
     Endpoint.SDK_TEXT: (*(Behaviour.PLAIN,) * 3, *(Behaviour.RESUMABLE,) * 3, Behaviour.LEAVER),
 }
+RESPONSE_SEED: Final = 7
+"""The models' default: requests for responses name none."""
+_MAX_TURNS: Final = 5
+_FOLLOWING_SHARE: Final = 0.6
+"""The share of responses that follow on the user's last one."""
 
 
 def draw_question(
@@ -110,6 +120,19 @@ def draw_call(rng: random.Random, question: Question) -> UserCall:
     else:
         endpoint = Endpoint.CHAT if question.is_chat else Endpoint.COMPLETION
         behaviour = rng.choice(_HTTP_BEHAVIOURS)
+    return _read_by(rng, question, endpoint, behaviour)
+
+
+def draw_response(rng: random.Random, question: Question, last: Question | None) -> UserCall:
+    """A question for a response that is stored. `last`: one that would follow on the user's last response."""
+    question = dataclasses.replace(question, is_chat=True, n=1, stop=(), seed=RESPONSE_SEED)
+    if last is not None and len(last.earlier) < _MAX_TURNS and rng.random() < _FOLLOWING_SHARE:
+        named = {"previous_response_id": last.previous_response_id, "earlier": last.earlier, "model": last.model}
+        question = dataclasses.replace(question, **named)
+    return _read_by(rng, question, Endpoint.RESPONSE, rng.choice(_HTTP_BEHAVIOURS))
+
+
+def _read_by(rng: random.Random, question: Question, endpoint: Endpoint, behaviour: Behaviour) -> UserCall:
     match behaviour:
         case Behaviour.FLAKY:
             breaks = tuple(rng.randrange(0, 12) for _ in range(rng.randint(1, 4)))

@@ -56,6 +56,12 @@ class ReceivedChoice:
     """None if the endpoint does not return token ids."""
     finish_reason: str | None = None
 
+    def num_tokens(self, expected: ExpectedChoice) -> int:
+        """The smallest number of tokens that can have been delivered for what was received."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        return _num_tokens_for(len(self.text), expected.text_lengths)
+
 
 @dataclasses.dataclass(slots=True)
 class Transcript:
@@ -125,13 +131,8 @@ class Transcript:
         self.last_at, self.was_away = now, False
 
     def num_received_tokens(self, expected: Expected) -> int:
-        """The smallest number of tokens that can have been delivered for the received text."""
-        return sum(
-            _num_tokens_for(len(received.text), choice.text_lengths)
-            if received.token_ids is None
-            else len(received.token_ids)
-            for received, choice in zip(self.choices, expected.choices, strict=True)
-        )
+        """The smallest number of tokens that can have been delivered for what was received."""
+        return sum(one.num_tokens(choice) for one, choice in zip(self.choices, expected.choices, strict=True))
 
 
 def cut_short(expected: Expected, transcript: Transcript) -> Expected:
@@ -139,11 +140,7 @@ def cut_short(expected: Expected, transcript: Transcript) -> Expected:
     choice that ended before that."""
     choices = []
     for choice, received in zip(expected.choices, transcript.choices, strict=True):
-        count = (
-            _num_tokens_for(len(received.text), choice.text_lengths)
-            if received.token_ids is None
-            else len(received.token_ids)
-        )
+        count = received.num_tokens(choice)
         # The text of a choice that ended at a stop string is without that.
         is_whole = count >= len(choice.token_ids) or received.finish_reason == choice.finish_reason == "stop"
         choices.append(choice if is_whole else _beginning(choice, count))

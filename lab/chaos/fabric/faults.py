@@ -18,12 +18,14 @@ class FaultKind(enum.StrEnum):
     KILL_SAFETY = "kill-safety"
     KILL_REDIS = "kill-redis"
     KILL_CONTROL = "kill-control"
+    KILL_ORCHESTRATOR = "kill-orchestrator"
     HANG_SHARD = "hang-shard"
     HANG_ROUTER = "hang-router"
     HANG_EDGE = "hang-edge"
     HANG_SAFETY = "hang-safety"
     HANG_REDIS = "hang-redis"
     HANG_CONTROL = "hang-control"
+    HANG_ORCHESTRATOR = "hang-orchestrator"
     STOP_SHARD = "stop-shard"
     STOP_ROUTER = "stop-router"
     STOP_EDGE = "stop-edge"
@@ -56,8 +58,8 @@ class FaultKind(enum.StrEnum):
 
     @property
     def part(self) -> str:
-        """ "shard", "router", "edge", "safety", "redis", "control", "clients", "link" or "model"; of a fault of the
-        surroundings "redis" or its own name, which explains no failure."""
+        """ "shard", "router", "edge", "safety", "redis", "control", "orchestrator", "clients", "link" or
+        "model"; of a fault of the surroundings "redis" or its own name, which explains no failure."""
         if self in SURROUNDINGS:
             return "redis" if self in (FaultKind.REDIS_FULL, FaultKind.REDIS_TAKEOVER) else self.value
         return self.value.partition("-")[2]
@@ -85,6 +87,7 @@ _PARTS: Final = {
     "safety": "the safety service",
     "redis": "Redis",
     "control": "the control service",
+    "orchestrator": "the orchestrator",
     "clients": "the connections between clients and an edge",
     "link": "the connections between the routers and a shard",
 }

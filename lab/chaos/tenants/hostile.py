@@ -7,7 +7,6 @@ What it received it counts itself, so that it can be compared with what was mete
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 import time
@@ -23,6 +22,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice, TokenIds
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from lab.chaos.fabric.cluster import Cluster
+from lab.chaos.tenants.operator import is_set_within
 from lab.chaos.tenants.population import AMPLE_NANOS, ChaosTenant
 
 MAX_PROMPT_TOKENS: Final = 60
@@ -97,9 +97,7 @@ class HostileTenant:
         while not stop.is_set():
             if self._may_attack():
                 await self._ask(stub, self._draw())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PAUSE_SECONDS):
-                    await stop.wait()
+            await is_set_within(stop, _PAUSE_SECONDS)
 
     async def _ask(self, stub: RouterServiceStub, request: GenerateRequest) -> None:
         num_claimed = sum(len(choice.token_ids) for choice in request.partial_choices if not choice.done)

@@ -14,13 +14,7 @@ import aiohttp
 from kvloom.v1.control_service_pb2 import Limits
 from lab.chaos.fabric.cluster import Cluster
 from lab.chaos.tenants.control import ControlDesk
-from lab.chaos.tenants.population import (
-    MORE_SCARCE_NANOS,
-    OUTPUT_NANOS,
-    PROMPT_NANOS,
-    REQUESTS_PER_MINUTE,
-    ChaosTenant,
-)
+from lab.chaos.tenants.population import MORE_SCARCE_NANOS, OUTPUT_NANOS, PROMPT_NANOS, REQUESTS_PER_MINUTE, ChaosTenant
 from tools.failures import CommandError
 
 _PAUSE_SECONDS: Final = (2.0, 5.0)
@@ -58,7 +52,7 @@ class Operator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Change something now and then until `stop` is set. Raises CommandError and KvloomError."""
-        while not await _is_set_within(stop, self._rng.uniform(*_PAUSE_SECONDS)):
+        while not await is_set_within(stop, self._rng.uniform(*_PAUSE_SECONDS)):
             tenant = self._rng.choice(self._tenants)
             if tenant.is_scarce and self._rng.random() < 0.5:
                 await self._add_to_budget(tenant)
@@ -115,7 +109,8 @@ def _limits(values: Mapping[str, int]) -> Limits:
     return limits
 
 
-async def _is_set_within(stop: asyncio.Event, seconds: float) -> bool:
+async def is_set_within(stop: asyncio.Event, seconds: float) -> bool:
+    """Waits for so long, or until it is set."""
     try:
         async with asyncio.timeout(seconds):
             await stop.wait()

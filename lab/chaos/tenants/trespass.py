@@ -52,11 +52,7 @@ class Trespasser:
     """`found` has all requests in order. Use `async with`."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        tenants: Sequence[ChaosTenant],
-        open_answers: Mapping[str, OpenAnswer],
-        seed: int,
+        self, cluster: Cluster, tenants: Sequence[ChaosTenant], open_answers: Mapping[str, OpenAnswer], seed: int
     ) -> None:
         self._cluster = cluster
         self._tenants = tenants

@@ -90,6 +90,33 @@ def test_some_seconds_of_chaos_lose_double_and_change_nothing(model_dir: Path, t
     assert report["metering"]["exact"] > 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_stored_responses_survive_some_chaos(model_dir: Path, tmp_path: Path):
+    """What a client was told to be stored is found, whole, when the orchestrator and what uses it were killed."""
+    done = run_lab(
+        *("chaos", "--stored", "--minutes", "0.7", "--seed", "3", "--shards", "2", "--users", "6", "--json"),
+        *("--faults", "kill-orchestrator,hang-orchestrator,kill-edge,kill-router", "--model", str(model_dir)),
+        env=kvloom_environment(tmp_path),
+        timeout_seconds=240.0,
+    )
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == [], done.stderr
+    assert done.returncode == 0
+    assert report["num_faults"] >= 4
+    assert report["endpoints"]["stored response"] > 20
+    assert report["stored"]["ok"] > 0.7 * sum(report["stored"].values())
+    assert max(row["incarnations"] for row in report["memory"] if row["name"] == "orchestrator") > 1
+
+
+def test_stored_responses_need_an_orchestrator(tmp_path: Path):
+    """Without --stored there is nothing to kill, and a run that skips all of its faults would prove nothing."""
+    done = run_lab("chaos", "--faults", "kill-orchestrator", env=kvloom_environment(tmp_path), timeout_seconds=60.0)
+    assert done.returncode == 2
+    assert "--stored" in done.stderr
+
+
 def test_an_unknown_fault_is_named(tmp_path: Path):
     """The message must say what there is."""
     done = run_lab("chaos", "--faults", "flood", env=kvloom_environment(tmp_path), timeout_seconds=60.0)
