@@ -14,10 +14,12 @@ import torch
 
 from kvloom_common.config import SpeculationConfig
 from shard_server.engines.base import EngineRequest, Pooling, PoolingKind, Sampling, SequenceFinishReason
+from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 from shard_server.engines.torch_engine.sampling.device_draws import DeviceDraws
 from shard_server.engines.torch_engine.sampling.guides import GuideError
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
+from shard_server.engines.torch_engine.warm_up import warm_up
 from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeDeviceRunner, FakeModelRunner
 from tests.step_bench import Answer, StepBench, same
 from tests.unit.shard_server.torch_engine.test_scheduler_steps import BLOCK_SIZE, Bench, make_request
@@ -180,6 +182,34 @@ def test_memory_that_runs_out_while_tokens_are_drawn_costs_the_newest_only(monke
     assert answers["r2"].reason is SequenceFinishReason.ERROR
     for request in requests[:2]:
         assert same(answers[request.request_id], Bench().run(request)[request.request_id])
+
+
+def test_the_warm_up_waits_for_what_it_measures() -> None:
+    """A device returns at once. The time that it takes to be asked would be a speed that no step has, and by which
+    routers plan."""
+    bench = Bench(num_blocks=256, budget=200, overlaps=True)
+    owed_seconds = 0.0
+
+    class Pending(torch.Tensor):
+        """Logits that are not computed yet: whoever reads them waits for them."""
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal owed_seconds
+            if function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy):
+                bench.clock, owed_seconds = bench.clock + owed_seconds, 0.0
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Device(FakeDeviceRunner):
+        def run(self, batch: list[ScheduledSequence]) -> torch.Tensor:
+            nonlocal owed_seconds
+            owed_seconds += 0.001 * sum(len(one.token_ids) for one in batch)
+            return super().run(batch).as_subclass(Pending)
+
+    runner = Device(block_size=BLOCK_SIZE, num_blocks=256)
+    speed = warm_up(runner, bench.scheduler, 199, runner.drawn_tokens, lambda: bench.clock)
+    assert speed.prefill_tokens_per_second == pytest.approx(1000.0)
+    assert speed.decode_step_seconds == pytest.approx(0.001)
 
 
 SAMPLINGS = [
