@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvloom_common.config import ShardConfig, TorchConfig
@@ -81,15 +82,30 @@ def runner_of(folder: Path, **torch_fields: Any) -> EncoderRunner:
     [
         ("Bert", {}, True),
         ("Roberta", {"pad_token_id": 0, "type_vocab_size": 1}, False),
+        ("Roberta", {"pad_token_id": 0, "type_vocab_size": 2}, False),
         ("XLMRoberta", {"pad_token_id": 0, "type_vocab_size": 1}, False),
     ],
 )
 def test_pairs_are_judged_as_transformers_judges_them(
     tmp_path: Path, kind: str, changes: dict[str, Any], has_types: bool
 ) -> None:
-    """The second text has a type of its own, and pairs of one batch do not mix."""
+    """The second text has a type of its own with BERT alone, and pairs of one batch do not mix."""
     model = reference(tmp_path, kind, **changes)
     assert scores(runner_of(tmp_path, dtype="float32")) == pytest.approx(expected(model, has_types=has_types), abs=1e-4)
+
+
+def test_a_pooler_that_nothing_uses_is_left_out(tmp_path: Path) -> None:
+    """Older files of RoBERTa's cross-encoders have one beside the head that judges."""
+    reference(tmp_path, "Roberta", pad_token_id=0, type_vocab_size=1)
+    without = scores(runner_of(tmp_path, dtype="float32"))
+    path = tmp_path / "model.safetensors"
+    hidden = SIZES["hidden_size"]
+    pooler = {
+        "roberta.pooler.dense.weight": torch.ones(hidden, hidden),
+        "roberta.pooler.dense.bias": torch.ones(hidden),
+    }
+    save_file({**load_file(path), **pooler}, path)
+    assert scores(runner_of(tmp_path, dtype="float32")) == without
 
 
 @pytest.mark.parametrize("kernels", family_params())

@@ -52,10 +52,11 @@ class EncoderModel:
             return linears.linear(torch.cat(matrices), torch.cat([take(f"{name}.bias") for name in names]))
 
         self._words = take("embeddings.word_embeddings.weight")
-        # Every token has the first type, but those of the second text of a pair.
+        # Every token has the first type, but those of the second text of a pair. Only BERT's tokenizers tell types.
         types = take("embeddings.token_type_embeddings.weight")
         self._positions = take("embeddings.position_embeddings.weight") + types[0]
-        self._second_type = types[1] - types[0] if config.is_cross_encoder and len(types) > 1 else None
+        has_pairs = config.is_cross_encoder and config.model_type == "bert" and len(types) > 1
+        self._second_type = types[1] - types[0] if has_pairs else None
         self.embedding_norm = norm("embeddings.LayerNorm")
         self.layers: list[EncoderLayer] = []
         for index in range(config.num_layers):

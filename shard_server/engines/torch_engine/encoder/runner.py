@@ -189,13 +189,9 @@ class ScoreHead:
 
 
 _HEAD: Final = "score_head."
-_HEAD_NAMES: Final = {
-    "pooler.dense.": f"{_HEAD}dense.",
-    "classifier.dense.": f"{_HEAD}dense.",
-    "classifier.out_proj.": f"{_HEAD}out.",
-    "classifier.": f"{_HEAD}out.",
-}
-"""The names in BERT's files and in RoBERTa's, and one for both."""
+_BERT_HEAD: Final = {"pooler.dense.": f"{_HEAD}dense.", "classifier.": f"{_HEAD}out."}
+_ROBERTA_HEAD: Final = {"classifier.dense.": f"{_HEAD}dense.", "classifier.out_proj.": f"{_HEAD}out."}
+"""The names in the files, and one for both families. RoBERTa's files may have a pooler besides, which nothing uses."""
 _FAMILY_PREFIXES: Final = ("bert.", "roberta.")
 _LEFT_OUT: Final = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
 """Heads for other uses, and tables that follow from the configuration."""
@@ -206,7 +202,8 @@ def load_encoder_weights(
 ) -> dict[str, torch.Tensor]:
     """The tensors by their names without the family, mapped rather than read. Raises EngineError."""
     check = functools.partial(_check_left_out, model_dir, config)
-    named = _with_head if config.is_cross_encoder else _without_family
+    head = _BERT_HEAD if config.model_type == "bert" else _ROBERTA_HEAD
+    named = functools.partial(_with_head, head) if config.is_cross_encoder else _without_family
     return load_tensors(model_dir, expected_shapes(config), check, on_progress, named)
 
 
@@ -248,9 +245,9 @@ def _without_family(name: str) -> str:
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _with_head(name: str) -> str:
+def _with_head(head: Mapping[str, str], name: str) -> str:
     name = _without_family(name)
-    for prefix, own in _HEAD_NAMES.items():
+    for prefix, own in head.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name
