@@ -161,10 +161,14 @@ def of_state(config: KvloomConfig, num_machines: int) -> Iterator[DoctorFinding]
 
 def of_machine(data_dir: Path) -> Iterator[DoctorFinding]:
     """Disk space and file descriptors of this machine."""
-    disk = shutil.disk_usage(data_dir)
-    detail = f"{disk.free / 2**30:.1f} GiB are free at {data_dir}"
-    if disk.free < MIN_DISK_BYTES or disk.free < MIN_DISK_SHARE * disk.total:
+    # A machine that only looks at its fleet has no data directory yet.
+    there = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
+    disk = shutil.disk_usage(there)
+    detail = f"{disk.free / 2**30:.1f} GiB are free at {there}"
+    if disk.free < MIN_DISK_BYTES:
         yield DoctorFinding("disk", "failed", f"{detail}: logs, usage records and databases need room (log.max_bytes)")
+    elif disk.free < MIN_DISK_SHARE * disk.total:
+        yield DoctorFinding("disk", "warning", f"{detail}, {disk.free / disk.total:.1%} of it: what else fills it?")
     else:
         yield DoctorFinding("disk", "ok", detail)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -118,9 +118,17 @@ def test_a_machine_without_room_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(deployment, "MIN_DISK_SHARE", 0.0)
     monkeypatch.setattr(deployment, "MIN_DESCRIPTORS", 1)
     assert wrong(of_machine(tmp_path)) == []
+    monkeypatch.setattr(deployment, "MIN_DISK_SHARE", 1.1)
+    assert wrong(of_machine(tmp_path)) == [("disk", "warning")]
     monkeypatch.setattr(deployment, "MIN_DISK_BYTES", shutil.disk_usage(tmp_path).total + 1)
     monkeypatch.setattr(deployment, "MIN_DESCRIPTORS", 2**62)
-    assert [name for name, _ in wrong(of_machine(tmp_path))] == ["disk", "file descriptors"]
+    assert wrong(of_machine(tmp_path)) == [("disk", "failed"), ("file descriptors", "warning")]
+
+
+def test_a_machine_without_a_data_directory_has_a_disk_too(tmp_path: Path) -> None:
+    """An operator's own machine may ask about a fleet that it finds by Redis, and has run nothing yet."""
+    [disk, _] = of_machine(tmp_path / "none" / "there")
+    assert str(tmp_path) in disk.detail
 
 
 def test_certificates_that_end_are_found(tmp_path: Path) -> None:
