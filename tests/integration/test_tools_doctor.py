@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,15 @@ import structlog
 from click.testing import CliRunner
 
 from kvloom_common.config import KvloomConfig
+from kvloom_common.text.tokenizer import ModelTokenizer
+from shard_server.engines.base import Capability, EngineRequest, SequenceEnd, SequenceFinishReason, StepOutput
 from tests.fakes.fake_tensorrt_llm import NEWEST, RELEASE_1_2, LibraryRelease, Variant, installed_tensorrt_llm
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_bert import write_tiny_bert
 from tests.fakes.word_tokenizer import word_tokenizer
-from tools.doctor.checks import CHECKS, EMBEDDINGS
+from tools.doctor.checks import CHECKS, EMBEDDINGS, CheckFailedError, embeddings
 from tools.doctor.command import Result, doctor_engine, examine
+from tools.doctor.session import EngineSession
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,31 @@ def test_an_encoder_is_asked_for_embeddings_only(tmp_path: Path):
         "embeddings",
         "close",
     ]
+
+
+class Scores(ScriptedEngine):
+    """A cross-encoder, each of whose scores is by `drift` larger than the one before."""
+
+    def __init__(self, drift: float) -> None:
+        super().__init__()
+        capabilities = frozenset({Capability.EMBED, Capability.CROSS_ENCODE})
+        self.info = dataclasses.replace(self.info, capabilities=capabilities, embedding_size=1)
+        self._drift = drift
+
+    def submit(self, request: EngineRequest) -> None:
+        super().submit(request)
+        score = struct.pack("<f", 3.0 + self._drift * len(self.submitted))
+        self.put(StepOutput(ends=[SequenceEnd(request.request_id, SequenceFinishReason.STOP, embedding=score)]))
+
+
+async def test_a_score_that_depends_on_others_is_found() -> None:
+    """A number has no direction: every two of them have the cosine 1, or -1."""
+    tokenizer = ModelTokenizer(word_tokenizer())
+    async with EngineSession(Scores(drift=0.0), tokenizer) as session:
+        assert await embeddings(session) == "1 dimensions"
+    async with EngineSession(Scores(drift=0.1), tokenizer) as session:
+        with pytest.raises(CheckFailedError, match="another vector"):
+            await embeddings(session)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import struct
 import tempfile
 import time
@@ -31,7 +30,8 @@ Check = Callable[[EngineSession], Awaitable[str]]
 """Returns what it found. Raises CheckFailedError, CheckSkippedError, or any exception of the engine."""
 
 CONCURRENT: Final = 32
-MIN_COSINE: Final = 0.999
+MAX_DIFFERENCE: Final = 0.04
+"""The distance between two embeddings of one text. Where their length is 1, their cosine is then at least 0.999."""
 QUEUE_SECONDS: Final = 5.0
 """How long the end of a cancelled sequence that waits may take."""
 TEXT: Final = "Write three sentences about the sea, and one about the sky above it."
@@ -336,7 +336,8 @@ async def concurrency(session: EngineSession) -> str:
 
 
 async def embeddings(session: EngineSession) -> str:
-    """An embedding has the announced size and the length 1, and is the same again beside others."""
+    """An embedding has the announced size and the length 1, unless it is a cross-encoder's number, and is the same
+    again beside others."""
     need_capability(session, Capability.EMBED, "the engine gives no embeddings")
     size, prompt = session.engine.info.embedding_size, session.tokenizer.encode_now(TEXT, add_special_tokens=True)
     alone = _vector(await session.run(prompt, 0, pooling=Pooling()))
@@ -347,8 +348,8 @@ async def embeddings(session: EngineSession) -> str:
     others = [session.submit(session.prompt_of(20, seed), 0, pooling=Pooling()) for seed in range(8)]
     beside = _vector(await session.run(prompt, 0, pooling=Pooling()))
     await session.until(lambda: all(other.end is not None for other in others), "the end of the other embeddings")
-    cosine = sum(map(operator.mul, alone, beside)) / (math.hypot(*alone) * math.hypot(*beside) or 1.0)
-    need(cosine > MIN_COSINE, f"beside others it is another vector: the cosine is {cosine}")
+    difference = math.dist(alone, beside) / max(1.0, math.hypot(*alone))
+    need(difference < MAX_DIFFERENCE, f"beside others it is another vector: the distance is {difference:.2g}")
     return f"{size} dimensions"
 
 
