@@ -53,6 +53,7 @@ REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {
     "no time to drain": {"insecure": True, "drainSeconds": 0},
     "a port that is none": {"insecure": True, "metricsPort": "none"},
     "a value that there is not": {"insecure": True, "replicaCount": 3},
+    "a value of a part that there is not": {"insecure": True, "front": {"replica": 3}},
 }
 
 
