@@ -53,8 +53,10 @@ async def open_router(
     trust: FabricTrust = NO_SECRET,
 ) -> tuple[RouterServer, str, MetricsExporter | NoMetrics]:
     """Returns a listening router, its address, and its /metrics, which need to be followed. Raises StartError."""
-    if not config.redis.url:
-        raise service.StartError("redis.url is not set: the router finds its shards in Redis")
+    if not config.redis.url and not config.router.shards:
+        raise service.StartError("redis.url is not set: the router finds its shards in Redis, or by router.shards")
+    if not config.redis.url and config.control.enabled:
+        raise service.StartError("redis.url is not set: what tenants use is counted in Redis (control.enabled)")
     host = config.router.host
     shares_port = listen_options.shares_port
     server = RouterServer(config, new_core(config, name), catalogue, name, shares_port=shares_port, trust=trust)

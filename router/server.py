@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kvloom.v1 import router_service_pb2
 from kvloom_common.config import KvloomConfig
 from kvloom_common.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
+from kvloom_common.discovery.named_shards import NamedShards
 from kvloom_common.discovery.records import NameTakenError, RouterRecord
 from kvloom_common.discovery.registry import RouterRegistry, ShardRegistry
 from kvloom_common.limits.address_limit import AddressLimit
@@ -78,7 +79,11 @@ class RouterServer:
         )
         self._driver, self._records, self._answers = parts.driver, parts.records, parts.answers
         self.callers, self.features = parts.callers, parts.features
-        self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
+        self._registry = (
+            NamedShards(config.router.shards, trust)
+            if config.router.shards
+            else ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
+        )
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust, catalogue)
         health = add_health_and_reflection(
             parts.for_clients.server, SERVICE_NAMES, with_reflection=config.fabric.reflection
@@ -149,10 +154,13 @@ class RouterServer:
                 await service.wait_to_open(self._find_peers(), stop)
                 announcer = await self._open()
                 on_open()
-                announcing = tasks.create_task(announcer.run(), name="announcer")
-                await stop.wait()
-                await _cancel_all([announcing])
-                await announcer.withdraw()
+                if announcer is None:
+                    await stop.wait()
+                else:
+                    announcing = tasks.create_task(announcer.run(), name="announcer")
+                    await stop.wait()
+                    await _cancel_all([announcing])
+                    await announcer.withdraw()
                 await self._drain()
                 await self._close_streams()
                 await _cancel_all(owned)
@@ -189,8 +197,16 @@ class RouterServer:
         await self._parts.safety_finder.found.wait()
         await link.run()
 
-    async def _open(self) -> Announcer[RouterRecord]:
-        """Raises StartError if another machine has a router of this name."""
+    async def _open(self) -> Announcer[RouterRecord] | None:
+        """Returns what announces it; None without Redis. Raises StartError if another machine has a router of this
+        name."""
+        announcer = await self._named_announcer() if self._config.redis.url else None
+        for listener in self._listeners:
+            await listener.start()
+        log.info("router_started", address=self._parts.for_clients.address, internal_address=self.internal_address)
+        return announcer
+
+    async def _named_announcer(self) -> Announcer[RouterRecord]:
         registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
         clients_address = self._answers.address
         address = self._advertised(self.internal_address) if self.internal_address else clients_address
@@ -202,9 +218,6 @@ class RouterServer:
         except NameTakenError as error:
             await announcer.close()
             raise service.StartError(str(error)) from error
-        for listener in self._listeners:
-            await listener.start()
-        log.info("router_started", address=self._parts.for_clients.address, internal_address=self.internal_address)
         return announcer
 
     def _advertised(self, address: str) -> str:

@@ -13,6 +13,7 @@ from kvloom_common.config.fabric import MOVED_TO_CALLERS, MOVED_TO_FABRIC
 from kvloom_common.config.section import (
     AT_START,
     BY_ROUTERS_AND_EDGES,
+    Address,
     FilePath,
     Flag,
     Port,
@@ -165,6 +166,19 @@ class RouterConfig(Section):
         int, Meta(ge=1, le=256), AT_START, Flag("routers", "The number of routers. They share the port.")
     ] = 1
     """How many routers `kvloom up` starts. They share the port, and each has its own port as well."""
+    shards: Annotated[
+        list[Address],
+        Meta(max_length=64),
+        Flag(
+            "shards-at",
+            "Where shards of other machines listen, if they share no Redis. May be repeated.",
+            default="in Redis",
+            metavar="HOST:PORT",
+        ),
+    ] = []
+    """host:port of shards, in place of those that announce themselves in Redis. A host stands for all its addresses,
+    and DNS is asked again every two seconds, as for a headless service of Kubernetes (docs/operate/kubernetes.md).
+    Empty: those in Redis."""
     max_queued_requests: PositiveInt = 1024
     """How many requests may be queued for a shard. Beyond that a request is rejected at once."""
     max_queue_seconds: PositiveFloat = 60.0

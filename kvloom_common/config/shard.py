@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom_common.config.fabric import MOVED_TO_FABRIC
-from kvloom_common.config.section import AT_START, FilePath, Flag, PositiveFloat, PositiveInt, Section, always
+from kvloom_common.config.section import AT_START, FilePath, Flag, Port, PositiveFloat, PositiveInt, Section, always
 from kvloom_common.config.tensorrt_llm import TensorRtLlmConfig
 
 
@@ -104,6 +104,9 @@ class ShardConfig(Section):
     """How many shards `kvloom up` starts. 0: two, or one of the torch engine on a machine with at most two cores, which
     two would share, each with the weights in memory."""
     host: Annotated[str, AT_START] = "127.0.0.1"
+    port: Annotated[Port, AT_START, Flag("shard-port", "The port of the first shard.", default="free ones")] = 0
+    """The port at which the first shard that `kvloom up` starts listens for its fabric; the others have those after it.
+    0: free ones. Shards that routers find by `router.shards` need it."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""

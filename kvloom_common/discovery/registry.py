@@ -12,7 +12,7 @@ the registry only says where to connect.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Any, Final, Generic
 
 import msgspec
@@ -238,8 +238,8 @@ class ShardRegistry(Registry[ShardRecord]):
     def __init__(self, url: str, key_prefix: str, sealer: Sealer | None = None) -> None:
         super().__init__(url, key_prefix, "shard", ShardRecord, sealer)
 
-    async def list_shards(self) -> dict[str, ShardRecord]:
-        """By shard_id."""
+    async def list_shards(self, connected: Container[str] = ()) -> dict[str, ShardRecord]:  # noqa: ARG002
+        """By shard_id. `connected` is for sources that ask the shards themselves."""
         return await self.list_records()
 
 

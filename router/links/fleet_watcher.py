@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Container, Mapping
+from typing import Protocol
 
 import redis.exceptions
 import structlog
 
 from kvloom_common.discovery.records import ShardRecord
-from kvloom_common.discovery.registry import ShardRegistry
 from kvloom_common.models.catalogue import Catalogue
 from kvloom_common.process.cancellation import raise_if_cancelled
 from kvloom_common.trust.fabric_trust import NO_SECRET, FabricTrust
@@ -41,12 +41,27 @@ class _RunningLink:
         return self.task.done()
 
 
+class ShardSource(Protocol):
+    """Where a router finds its shards: the registry (ShardRegistry), or their names (NamedShards)."""
+
+    def watch(self) -> AsyncIterator[None]:
+        """Yields whenever the shards should be listed again. Raises RedisError or OSError while that is impossible."""
+        ...
+
+    async def list_shards(self, connected: Container[str] = ()) -> dict[str, ShardRecord]:
+        """By shard_id. `connected`: those that need not be asked, since a connection to them stands. Raises
+        RedisError or OSError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class FleetWatcher:
     """Reads the registry whenever it changes. While Redis is unreachable nothing changes: connected shards stay."""
 
     def __init__(
         self,
-        registry: ShardRegistry,
+        registry: ShardSource,
         router_id: str,
         driver: CoreDriver,
         trust: FabricTrust = NO_SECRET,
@@ -83,7 +98,7 @@ class FleetWatcher:
             started = loop.time()
             try:
                 async for _ in self._registry.watch():
-                    self._follow(await self._registry.list_shards(), links)
+                    self._follow(await self._registry.list_shards(self._connected), links)
                     self._registry_read.set()
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("registry_read_failed", cause=type(error).__name__, num_links=len(self._links))
@@ -93,6 +108,10 @@ class FleetWatcher:
             raise_if_cancelled()
             self._registry_read.set()
             await asyncio.sleep(backoff.next_seconds(loop.time() - started))
+
+    @property
+    def _connected(self) -> set[str]:
+        return {shard_id for shard_id, running in self._links.items() if running.connected}
 
     def _follow(self, records: Mapping[str, ShardRecord], links: asyncio.TaskGroup) -> None:
         changes = follow_registry(records, self._links)

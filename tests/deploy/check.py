@@ -8,6 +8,7 @@ replaced.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -31,6 +32,7 @@ OF_OTHERS: Final = {"keda.sh/v1alpha1", "cert-manager.io/v1", "leaderworkerset.x
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "behind a proxy": {"insecure": True},
     "own TLS": {"tls": {"secretName": "own"}, "networkPolicy": {"enabled": False}, "control": {"enabled": False}},
+    "without Redis": {"insecure": True, "discovery": "dns", "control": {"enabled": False}},
     "cert-manager and KEDA": {
         "tls": {"certManager": {"issuer": "ca", "dnsNames": ["llm.example.com"]}},
         "keda": {"enabled": True},
@@ -52,6 +54,7 @@ REFUSED: Final[Mapping[str, Mapping[str, Any]]] = {
     "a name that is none": {"insecure": True, "shards": [{"name": "A b", "model": "m", "replicas": 1}]},
     "no time to drain": {"insecure": True, "drainSeconds": 0},
     "a port that is none": {"insecure": True, "metricsPort": "none"},
+    "tenants without Redis": {"insecure": True, "discovery": "dns"},
     "a value that there is not": {"insecure": True, "replicaCount": 3},
     "a value of a part that there is not": {"insecure": True, "front": {"replica": 3}},
 }
@@ -72,6 +75,7 @@ def check_chart() -> None:
         names = [(one["kind"], one["metadata"]["name"]) for one in objects]
         assert len(names) == len(set(names)), names
         _check_references(objects)
+        _check_discovery(objects, values.get("discovery", "redis"))
         print(f"chart, {name}: {len(objects)} objects")
     for name, values in REFUSED.items():
         try:
@@ -154,6 +158,27 @@ def _check_references(objects: list[dict[str, Any]]) -> None:
             assert any(
                 (other["kind"], other["metadata"]["name"]) == (target["kind"], target["name"]) for other in objects
             )
+
+
+def _check_discovery(objects: list[dict[str, Any]], discovery: str) -> None:
+    """Pods find one another: all have the Redis, or fronts the names and ports of services of shards."""
+    containers = [container for one in objects for pod in _pods(one) for container in pod["containers"]]
+    for container in containers:
+        has_redis = any(one["name"] == "KVLOOM_REDIS_URL" for one in container["env"])
+        assert has_redis == (discovery == "redis"), container["args"]
+    args = [container["args"] for container in containers]
+    named = [value for words in args for flag, value in itertools.pairwise(words) if flag == "--shards-at"]
+    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    shards = [one for one in objects if one["kind"] == "StatefulSet"]
+    assert len(named) == (len(shards) if discovery == "dns" else 0)
+    for address in named:
+        name, _, port = address.partition(":")
+        service = services[name]
+        assert service["clusterIP"] == "None"
+        assert service["publishNotReadyAddresses"]
+        assert int(port) in [one["port"] for one in service["ports"]]
+        [pod] = [pod for one in shards if one["spec"]["serviceName"] == name for pod in _pods(one)]
+        assert ("--shard-port", port) in itertools.pairwise(pod["containers"][0]["args"])
 
 
 def check_image(dockerfile: Path) -> None:

@@ -79,6 +79,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         self.cancelled_slots: list[int] = []
         self.num_streams = 0
         self.num_connects = 0
+        self.num_asked = 0
         self.address = ""
         self._step_seconds = step_seconds
         self._running: dict[int, _Sequence] = {}
@@ -97,9 +98,9 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         """How many tokens every running answer has at least."""
         return min((sequence.num_tokens for sequence in self._running.values()), default=0)
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> str:
         shard_service_pb2_grpc.add_ShardServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
         await self._server.start()
         return self.address
 
@@ -112,6 +113,10 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
 
     def resume(self) -> None:
         self._may_step.set()
+
+    async def GetInfo(self, request, context) -> shard_service_pb2.GetInfoResponse:
+        self.num_asked += 1
+        return shard_service_pb2.GetInfoResponse(info=self.info)
 
     async def Connect(self, request_iterator, context) -> None:
         first = await context.read()

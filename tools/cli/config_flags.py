@@ -68,6 +68,8 @@ def _option_of(key: ConfigKey) -> Callable[[F], F]:
             settings |= {"is_flag": True}
         case inspect.ListType(item_type=inspect.LiteralType(values=values)):
             settings |= {"type": click.Choice(values), "multiple": True}
+        case inspect.ListType():
+            settings |= {"multiple": True}
         case inspect.IntType(ge=least, le=most):
             settings |= {"type": click.IntRange(least, most)}
         case inspect.FloatType(ge=least, gt=above):

@@ -95,6 +95,8 @@ class Launch:
                 self.config.data_dir = str(self.folder.data_dir)
                 embed_redis = not self.config.redis.url
                 if embed_redis:
+                    if self.config.fabric.advertised_host:
+                        self._prepare_part(reporter)
                     self.config.redis.url = stack.enter_context(embedded_redis_url(self.folder.run_dir))
                 else:
                     self._prepare_fleet(reporter)
@@ -114,11 +116,14 @@ class Launch:
 
     def _prepare_fleet(self, reporter: Reporter) -> None:
         """Complete the settings of a machine that shares its Redis with others. Raises CommandError."""
-        config = self.config
-        check_redis(config.redis.url)
-        check_secret(config, self.folder.data_dir / SECRET_FILE)
-        complete_addresses(config, reporter)
-        config.safety.discover = True
+        check_redis(self.config.redis.url)
+        self._prepare_part(reporter)
+        self.config.safety.discover = True
+
+    def _prepare_part(self, reporter: Reporter) -> None:
+        """Complete the settings of a machine that others reach. Raises CommandError."""
+        check_secret(self.config, self.folder.data_dir / SECRET_FILE)
+        complete_addresses(self.config, reporter)
 
     async def _run(
         self,

@@ -69,7 +69,7 @@ class ShardCounts(click.ParamType):
 @config_flags(
     "secret-file", "api-keys", "tls-certificate", "tls-key", "tls-client-ca", "control", "orchestrator", "insecure"
 )
-@config_flags("host", "name-prefix", "redis-url", "role", "advertise")
+@config_flags("host", "name-prefix", "redis-url", "role", "advertise", "shards-at", "shard-port")
 @option(
     "--start-timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),

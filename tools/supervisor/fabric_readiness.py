@@ -67,6 +67,8 @@ class FabricReadiness:
         num_shards = self._models.num_awake_shards + self.num_spares if "shard" in self._roles else 0
         if not num_shards and self._models.asleep:
             return []  # nothing is served, as it was asked for
+        if self._registry is None and "shard" not in self._roles:
+            return []  # the shards are elsewhere, found by their names
         records = await self.records()
         if records is None:
             return await not_ready_reasons(statuses, num_shards, self._trust)

@@ -38,13 +38,31 @@ def check_roles(config: KvloomConfig) -> None:
         raise CommandError("--colocate puts a router into each edge: it needs --role edge")
     if config.redis.url:
         return
-    if len(roles) < len(possible) and not (config.edge.colocate and set(possible) - set(roles) == {"router"}):
+    is_part = is_part_without_redis(config)
+    if len(roles) < len(possible) and not is_part and not _missing(config) <= _inside_edges(config):
         raise CommandError(
             f"--role {' --role '.join(roles)} needs the Redis that this machine shares with the others of the fleet: "
-            "--join redis://HOST (docs/operate/fleet.md)"
+            "--join redis://HOST (docs/operate/fleet.md). Without it, machines with only shards (--shard-port) are "
+            "found by machines of all other roles (--shards-at)"
         )
-    if config.fabric.advertised_host:
+    if config.fabric.advertised_host and not is_part:
         raise CommandError("--advertise is for a fleet: give its Redis by --join redis://HOST (docs/operate/fleet.md)")
+
+
+def is_part_without_redis(config: KvloomConfig) -> bool:
+    """True for a machine of a fabric whose machines share no Redis: it has only shards, at a port that the others know,
+    or all the rest, which knows where the shards are."""
+    if started_roles(config) == ("shard",):
+        return bool(config.shard.port)
+    return bool(config.router.shards) and _missing(config) - _inside_edges(config) == {"shard"}
+
+
+def _missing(config: KvloomConfig) -> set[str]:
+    return set(possible_roles(config)) - set(started_roles(config))
+
+
+def _inside_edges(config: KvloomConfig) -> set[str]:
+    return {"router"} if config.edge.colocate else set()
 
 
 def complete_addresses(config: KvloomConfig, reporter: Reporter) -> None:

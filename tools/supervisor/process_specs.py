@@ -181,6 +181,7 @@ def _role(settings: ShardConfig, number: int) -> tuple[str, ...]:
 def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[_Shard]:
     prefix = config.fabric.name_prefix
     shards: list[_Shard] = []
+    port = config.shard.port
     for model in configured_models(config):
         settings = shard_config(config, model)
         # The shards of [model] have its name neither in theirs nor among their arguments.
@@ -190,7 +191,8 @@ def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> li
         if per_process == 1:
             for number in range(num_shards):
                 name = shard_name(number, prefix, label)
-                args = (*chosen, *_role(settings, number), *metrics(name))
+                own_port = ("--port", str(port + len(shards))) if port else ()
+                args = (*chosen, *_role(settings, number), *own_port, *metrics(name))
                 shards.append(_Shard("shard_server", name, args, model.name, tuple(settings.launcher)))
             continue
         for first in range(0, num_shards, per_process):

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from kvloom_common.config import KvloomConfig
+from kvloom_common.config import KvloomConfig, ModelConfig
 from lab.commands import main as lab_command
 from lab.free_ports import pick_free_ports
 from tests.conftest import REPOSITORY
@@ -316,6 +316,16 @@ def test_several_edges_and_routers_are_numbered_and_colocated_routers_are_no_pro
     config.edge.num_edges, config.edge.colocate, config.router.num_routers = num_edges, colocate, num_routers
     (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
     assert [spec.name for spec in stage] == expected
+
+
+def test_shards_have_ports_of_their_own_where_one_is_given(tmp_path: Path):
+    """Routers on other machines know the ports in advance, so that no two shards may have the same."""
+    config = KvloomConfig()
+    config.models = [ModelConfig(name=name, path=f"/{name}", shard={"num_shards": 2}) for name in ("a", "b")]
+    config.shard.port = 9400
+    (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
+    shards = [spec.argv for spec in stage if spec.role == "shard"]
+    assert [argv[argv.index("--port") + 1] for argv in shards] == ["9400", "9401", "9402", "9403"]
 
 
 def test_the_readme_names_every_command_by_group():

@@ -215,6 +215,27 @@ def test_a_part_of_a_fabric_needs_the_fleets_redis() -> None:
         check_roles(config)
 
 
+def test_machines_that_share_no_redis_are_shards_and_the_rest() -> None:
+    """Only routers find anything by names: a machine with another part would wait forever."""
+    config = KvloomConfig()
+    config.fabric.advertised_host = "10.0.0.5"
+    config.fabric.roles = ["shard"]
+    with pytest.raises(CommandError, match="--role shard needs the Redis"):
+        check_roles(config)
+    config.shard.port = 9400
+    check_roles(config)
+    config.fabric.roles = ["edge", "router", "safety"]
+    with pytest.raises(CommandError, match="--shards-at"):
+        check_roles(config)
+    config.router.shards = ["shards:9400"]
+    check_roles(config)
+    config.fabric.roles, config.edge.colocate = ["edge", "safety"], True
+    check_roles(config)
+    config.fabric.roles, config.edge.colocate = ["edge", "safety"], False
+    with pytest.raises(CommandError, match="needs the Redis"):
+        check_roles(config)
+
+
 def test_a_shard_is_shown_with_its_role_in_disaggregated_prefill():
     """An operator sees which shards compute prompts for others."""
     infos = {"b-shard-0": GetInfoResponse(info=ShardInfo(role="prefill"))}

@@ -38,7 +38,9 @@ capabilities: {drop: [ALL]}
 - {name: KVLOOM_NAME_PREFIX, value: $(POD_NAME)-}
 - {name: KVLOOM_CONFIG, value: /etc/kvloom/kvloom.toml}
 - {name: KVLOOM_SECRET_FILE, value: /etc/kvloom-fabric/secret}
+{{- if eq .Values.discovery "redis" }}
 - {name: KVLOOM_REDIS_URL, valueFrom: {secretKeyRef: {name: {{ .Values.configSecret }}, key: redis-url}}}
+{{- end }}
 - {name: KVLOOM_METRICS_PORT, value: {{ .Values.metricsPort | quote }}}
 {{- end }}
 
