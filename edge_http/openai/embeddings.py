@@ -127,13 +127,16 @@ async def pair_prompts(
     """The prompts of pairs of texts, for a cross-encoder; `fields` are the places of the second ones. Raises
     KvloomError."""
     prompts: list[PromptInput] = []
+    num_tokens = 0
     for (first, second), field in zip(pairs, fields, strict=True):
         if not (first and second):
             raise invalid_argument(f"{field} must not be empty, nor what it is compared with.", field)
         check_text_size(len(first) + len(second), max_model_len, field)
-        prompts.append(
-            PromptInput(await tokenizer.encode_pair(first, second, scope=scope), f"{first}\n{second}", field)
-        )
+        token_ids = await tokenizer.encode_pair(first, second, scope=scope)
+        prompts.append(PromptInput(token_ids, f"{first}\n{second}", field))
+        num_tokens += len(token_ids)
+        if num_tokens > MAX_TOKENS:
+            break  # as above: a text that is compared with many others would be read and kept as often
     check_sizes(prompts, max_model_len)
     return prompts
 
