@@ -16,6 +16,9 @@ FETCH_SECONDS: Final = 5.0
 """For everything, from the resolution of the name to the last byte."""
 MAX_FETCHES: Final = 32
 """At a time, of one edge."""
+TURN_SECONDS: Final = 2.0
+"""How long a fetch waits while there are so many others."""
+RETRY_SECONDS: Final = 1.0
 ANY_ORIGIN: Final = "https://*"
 
 
@@ -23,22 +26,39 @@ class UrlFetcher:
     """Follows no redirects, and uses no proxy. By https it connects to public addresses only, whatever a name resolves
     to. Origins with http are of the operator's own network."""
 
-    def __init__(self, origins: Sequence[str]) -> None:
+    def __init__(
+        self, origins: Sequence[str], max_fetches: int = MAX_FETCHES, turn_seconds: float = TURN_SECONDS
+    ) -> None:
         self._origins = frozenset(origins)
-        self._turns = asyncio.Semaphore(MAX_FETCHES)
+        self._turns = asyncio.Semaphore(max_fetches)
+        self._turn_seconds = turn_seconds
 
     async def fetch(self, url: str, at: str, max_bytes: int) -> tuple[bytes, str]:
         """The content, and the type that the server says. `at`: the field that has the URL, which errors name. Raises
-        KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, REQUEST_TOO_LARGE)."""
+        KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER, REQUEST_TOO_LARGE, OVERLOADED)."""
         is_private = self._check(url, at)
+        await self._take_turn(at)
         try:
-            async with asyncio.timeout(FETCH_SECONDS), self._turns:
+            async with asyncio.timeout(FETCH_SECONDS):
                 return await _content(url, at, max_bytes, is_private=is_private)
         except TimeoutError as error:
             raise invalid_argument(f"{at}: the URL has not answered within {FETCH_SECONDS:g} s.", at) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             message = f"{at}: the URL cannot be reached ({type(error).__name__})."
             raise invalid_argument(message, at) from error
+        finally:
+            self._turns.release()
+
+    async def _take_turn(self, at: str) -> None:
+        """Raises KvloomError (OVERLOADED): that others are slow is not the fault of this URL."""
+        try:
+            async with asyncio.timeout(self._turn_seconds):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            message = f"{at}: too many URLs are fetched at the moment."
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_OVERLOADED, message, field=at, retry_after_seconds=RETRY_SECONDS
+            ) from error
 
     def _check(self, url: str, at: str) -> bool:
         """True for an origin that need not have a public address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvloom_common.config import EdgeConfig
 from tests.fakes.fake_control import SEARCH_KEY
 from tests.fakes.fake_router_link import answer
 from tests.fakes.state_world import state_world
+from tests.waiting import eventually
 
 MAX_BYTES = 100
 AT = "input[0]"
@@ -33,16 +35,17 @@ async def site() -> AsyncIterator[tuple[str, list[str]]]:
                 raise web.HTTPFound("/notes.md")
             case "/large":
                 return web.Response(body=b"a" * (MAX_BYTES + 1))
+            case "/slow":
+                await asyncio.Event().wait()
             case "/zipped":
                 return web.Response(body=b"a", headers={"Content-Encoding": "gzip"})
             case "/notes.md":
                 return web.Response(text="The loom reads cards.", content_type="text/markdown")
-            case _:
-                raise web.HTTPNotFound
+        raise web.HTTPNotFound
 
     app = web.Application()
     app.router.add_get("/{path:.*}", serve)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     try:
         where = web.TCPSite(runner, "127.0.0.1", 0)
@@ -68,6 +71,19 @@ async def test_an_allowed_origin_is_fetched_from() -> None:
         for path, why in (("moved", "302"), ("large", "TOO_LARGE"), ("zipped", "compressed"), ("none", "404")):
             assert why in await refused(fetcher, f"{origin}/{path}")
         assert asked == ["/notes.md", "/moved", "/large", "/zipped", "/none"]
+
+
+async def test_slow_urls_are_no_fault_of_another() -> None:
+    """One that has no turn may be asked for again. An image of the history would else be left out without a word."""
+    async with site() as (origin, asked):
+        fetcher = UrlFetcher([origin], max_fetches=1, turn_seconds=0.05)
+        slow = asyncio.create_task(fetcher.fetch(f"{origin}/slow", AT, MAX_BYTES))
+        await eventually(lambda: asked)
+        assert "OVERLOADED" in await refused(fetcher, f"{origin}/notes.md")
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        assert (await fetcher.fetch(f"{origin}/notes.md", AT, MAX_BYTES))[1] == "text/markdown"
 
 
 async def test_nothing_else_is_asked() -> None:
