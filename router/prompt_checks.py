@@ -45,10 +45,10 @@ class PromptChecks:
         self._max_tokens_now = min(most // CHARS_PER_TOKEN, self.max_prompt_tokens)
 
     def check_tokens(
-        self, token_ids: Sequence[int], model: ServedModel | None, field: str, words: Sequence[int] = ()
+        self, token_ids: Sequence[int], model: ServedModel | None, field: str, words: Sequence[int] | None = None
     ) -> None:
-        """`words`: those of them that stand for no image, if any does. Raises KvloomError."""
-        words = words or token_ids
+        """`words`: those of them that stand for no image; None: all of them. Raises KvloomError."""
+        words = token_ids if words is None else words
         if not token_ids:
             raise invalid_argument(f"{field} must not be empty.", field)
         if len(token_ids) > self._max_tokens_now:

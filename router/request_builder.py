@@ -266,7 +266,9 @@ def _usage(request: Request, submit: Submit, wanted: GenerateRequest, model: Ser
 
     if is_trusted:
         changes["num_ended_reasoning_tokens"] = min(submit.num_ended_reasoning_tokens, submit.num_ended_tokens)
-    words = words_of(request.prompt_token_ids, wanted.images, is_trusted=True)
+    words = request.prompt_token_ids
+    if wanted.images:
+        words = words_of(words, wanted.images, is_trusted=True)
     changes["count_reasoning"] = ReasoningCounter(spec, model.tokenizer, words)
     return changes
 

@@ -91,8 +91,10 @@ async def see_item_images(
     """The items with marks for images, and the images. `num_left_out`: how many of the caller's items come before those
     given. Raises KvloomError that names the field."""
     rule = image_rule(edge, model)
+    if rule is None:
+        return earlier, given, None
     items = _ImageItems(earlier, given, num_left_out)
-    seen = None if rule is None or not items.images else await _seen(edge, request, items.images, rule)
+    seen = await _seen(edge, request, items.images, rule)
     if seen is None:
         return earlier, given, None
     for one in items.images:
@@ -111,8 +113,10 @@ async def inline_item_images(
 ) -> tuple[list[msgspec.Raw], str | list[msgspec.Raw]]:
     """The items with the contents of their images, which are there no longer, or are others, when a background response
     is generated. Raises KvloomError that names the field."""
+    if image_rule(edge, model) is None:
+        return earlier, given
     items = _ImageItems(earlier, given, 0)
-    if not items.images or image_rule(edge, model) is None:
+    if not items.images:
         return earlier, given
     most = edge.config.max_body_bytes // 2
     for one in items.images:
@@ -155,9 +159,10 @@ class _Role(msgspec.Struct):
 
 def _with_images(raw: msgspec.Raw) -> dict[str, Any] | None:
     """The item, if it has images; most have none, and are not decoded."""
-    if not any(kind.encode() in bytes(raw) for kind in _ITEM_KINDS):
+    encoded = bytes(raw)
+    if not any(kind.encode() in encoded for kind in _ITEM_KINDS):
         return None
-    item = msgspec.json.decode(raw)
+    item = msgspec.json.decode(encoded)
     return item if isinstance(item, dict) else None
 
 

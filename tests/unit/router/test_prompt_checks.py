@@ -1,0 +1,22 @@
+"""Checks of the tokens of prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.errors import KvloomError
+from kvloom.v1.generation_pb2 import PromptImage
+from kvloom_common.models.served_model import ServedModel
+from kvloom_common.text.prompt_images import image_token_ids, words_of
+from router.prompt_checks import PromptChecks
+from tests.fakes.tiny_tokenizer import model_tokenizer
+
+
+def test_a_prompt_may_be_an_image_and_nothing_else() -> None:
+    """Its tokens are of no vocabulary, and are no wrong words because there are no right ones."""
+    checks, model = PromptChecks({}, 100, lambda: False), ServedModel("m", model_tokenizer())
+    token_ids = image_token_ids(b"a", 3)
+    words = words_of(token_ids, [PromptImage(num_tokens=3, data=b"a")], is_trusted=False)
+    checks.check_tokens(token_ids, model, "token_ids.ids", words)
+    with pytest.raises(KvloomError, match="ids of this model are below"):
+        checks.check_tokens(token_ids, model, "token_ids.ids")
