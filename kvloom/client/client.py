@@ -56,7 +56,7 @@ LEAST_DEADLINE_MS: Final = 1.0
 error."""
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
 NEAR_SECONDS: Final = 1.0
-"""How long the first call waits for a router of the own cell."""
+"""How long the first calls wait for a router of the own cell."""
 
 
 class Client:
@@ -116,6 +116,8 @@ class Client:
         self._channels: RouterChannels | None = None
         self._cancel_notifier = CancelNotifier(self._open_channel)
         self._link: RouterGroup | None = None
+        self._near_until = 0.0
+        """Until then, calls wait for a router of the own cell."""
 
     async def __aenter__(self) -> Self:
         _ = self._routers
@@ -357,9 +359,10 @@ class Client:
             )
             if self._far_addresses:
                 self._link.use_cells(NearCellFirst(self._far_addresses), dict.fromkeys(self._far_addresses, ""))
+            self._near_until = asyncio.get_running_loop().time() + NEAR_SECONDS
             await self._link.start()
-            await self._near_link(self._link)
         link = self._link
+        await self._near_link(link)
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
                 while not link.connected:
@@ -373,11 +376,11 @@ class Client:
         return link
 
     async def _near_link(self, link: RouterGroup) -> None:
-        """Wait a moment for the routers of the own cell, so that no first request goes to another because that has
-        answered sooner."""
-        if self._far_addresses:
+        """Wait a moment for the routers of the own cell, so that none of the first requests goes to another because
+        that has answered sooner."""
+        if self._far_addresses and asyncio.get_running_loop().time() < self._near_until:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(NEAR_SECONDS):
+                async with asyncio.timeout_at(self._near_until):
                     while link.connected_links.keys().isdisjoint(self._addresses):
                         await link.wait_fleet_change()
 

@@ -129,6 +129,24 @@ async def test_routers_of_other_cells_answer_while_no_near_one_can(gone: str, ro
         assert (await client.complete(model="m", token_ids=[7])).text == text_of(7)
 
 
+async def test_all_first_requests_wait_for_the_own_cell(
+    routers: list[FakeRouter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that begins with several at once sends none of them far away because that cell has answered sooner."""
+    monkeypatch.setattr("kvloom.client.client.NEAR_SECONDS", 60.0)
+    near, far = routers
+    near.refuses = True
+    async with Client([near.address], other_cells=[far.address]) as client:
+        first = asyncio.create_task(client.complete(model="m", token_ids=[1]))
+        await far.wait_until(lambda: bool(far.connections))
+        assert client._link is not None
+        await eventually(lambda: client._link.connected_links)
+        second = asyncio.create_task(client.complete(model="m", token_ids=[2]))
+        near.refuses = False
+        assert [(await one).text for one in (first, second)] == [text_of(1), text_of(2)]
+        assert (len(near.connections[0].submits), len(far.connections[0].submits)) == (2, 0)
+
+
 async def test_a_client_returns_to_its_own_cell(gone: str, routers: list[FakeRouter]) -> None:
     """The near routers are asked again half a minute later: nobody tells a client that they are back."""
     now = 100.0
