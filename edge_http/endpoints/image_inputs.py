@@ -119,8 +119,9 @@ async def inline_item_images(
     if not items.images:
         return earlier, given
     most = edge.config.max_body_bytes // 2
-    for one in items.images:
+    for number, one in enumerate(reversed(items.images)):  # as they are seen
         with naming(one.at, is_asked=one.is_asked):
+            _check_number(number, one)
             content = await _content_of(edge, request, one, most)
             url = f"{_DATA}{(await _checked(one, content))[0]};base64,{base64.b64encode(content).decode()}"
             one.part.update(image_url=url, file_id=None)
@@ -210,15 +211,12 @@ def _block_image(block: ImageBlock, at: str, *, is_asked: bool) -> ImageInput:
 async def _seen(
     edge: Edge, request: web.BaseRequest, inputs: Sequence[ImageInput], rule: ImageTokens
 ) -> SeenImages | None:
-    """Raises KvloomError, but an image of the history that cannot be read is left out."""
-    if not inputs:
-        return None
-    if len(inputs) > MAX_IMAGES:
-        at = inputs[MAX_IMAGES].at
-        raise invalid_argument(f"{at}: a request has at most {MAX_IMAGES} images.", at)
+    """Raises KvloomError, but an image of the history that cannot be read is left out, and so are the oldest ones for
+    which there is no room."""
     images, marks, left = PromptImages(), dict[int, str](), MAX_IMAGE_BYTES
-    for one in inputs:
+    for number, one in enumerate(reversed(inputs)):
         with naming(one.at, is_asked=one.is_asked):
+            _check_number(number, one)
             content = await _content_of(edge, request, one, left)
             media_type, width, height = await _checked(one, content)
             token_ids = await asyncio.to_thread(_token_ids, content, rule, width, height)
@@ -275,6 +273,12 @@ async def _file(edge: Edge, request: web.BaseRequest, one: ImageInput, max_bytes
             raise _too_large(one)
         pieces.append(response.piece)
     return b"".join(pieces)
+
+
+def _check_number(number: int, one: ImageInput) -> None:
+    """`number`: how many images have been read before this one. Raises KvloomError (INVALID_ARGUMENT)."""
+    if number >= MAX_IMAGES:
+        raise invalid_argument(f"{one.at}: a request has at most {MAX_IMAGES} images.", one.at)
 
 
 def _too_large(one: ImageInput) -> KvloomError:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from kvloom.v1.generation_pb2 import ImageTokens
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
-from kvloom_common.text.prompt_images import FIRST_IMAGE_ID
+from kvloom_common.text.prompt_images import FIRST_IMAGE_ID, MAX_IMAGES
 from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
@@ -236,6 +236,35 @@ async def test_a_background_response_sees_what_it_began_with(world: StateWorld) 
     async with world.jobs():
         await eventually(has_ended, "the end of the response")
     assert images_of(world) == [png()]
+
+
+def part_of(picture: bytes) -> Any:
+    return {"type": "input_image", "image_url": data_url(picture), "detail": "auto"}
+
+
+def pictures(count: int) -> list[Any]:
+    return [part_of(png(60, 30, shade)) for shade in range(count)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_the_newest_images_have_room(world: StateWorld, background: bool) -> None:
+    """A conversation with many images goes on with others. A turn that has too many itself is refused."""
+    old: Any = [{"role": "user", "content": pictures(MAX_IMAGES)}, {"role": "assistant", "content": "Grey."}]
+    new: Any = {"role": "user", "content": [part_of(png(30, 60))]}
+    begun = await world.client.responses.create(model="tiny", input=[*old, new], background=background)
+
+    async def has_ended() -> bool:
+        return (await world.client.responses.retrieve(begun.id)).status == "completed"
+
+    async with world.jobs():
+        await eventually(has_ended, "the end of the response")
+    seen = images_of(world)
+    assert (len(seen), seen[0], seen[-1]) == (MAX_IMAGES, png(60, 30, 1), png(30, 60))
+    assert "[image left out" in world.prompt()
+    many: Any = [{"role": "user", "content": pictures(MAX_IMAGES + 1)}]
+    with pytest.raises(openai.BadRequestError, match="at most 64 images") as caught:
+        await world.client.responses.create(model="tiny", input=many, background=background)
+    assert caught.value.param == "input[0].content[0]"
 
 
 async def test_a_model_without_vision_refuses_by_name() -> None:
