@@ -23,6 +23,12 @@ from tests.waiting import eventually
 SECONDS = 600
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a Redis that takes a while is not away."""
+    monkeypatch.setattr(hot_items, "TIMEOUT_SECONDS", 30.0)
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=[pytest.mark.postgres, pytest.mark.long])])
 async def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_url: str

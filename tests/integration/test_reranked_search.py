@@ -52,7 +52,7 @@ def ranking(otherwise: Script) -> Script:
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StateWorld, str]]:
     folder = tmp_path_factory.mktemp("reranked")
     models = [encoder_model(), ServedModel(RANKER, model_tokenizer(), 0, "fp_test")]
-    settings = {"rerank_model": RANKER, "rerank_seconds": 2.0}
+    settings = {"rerank_model": RANKER, "rerank_seconds": 30.0}
     async with state_world(f"sqlite:///{folder}/state.db", folder, more_models=models, **settings) as started:
         link = started.edge.link
         tiny = next(info for info in link.fleet.models if info.name == "tiny")
