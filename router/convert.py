@@ -7,7 +7,7 @@ whatever the number of its sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from kvloom.adapters import MAX_ADAPTERS
 from kvloom.errors import KvloomError
@@ -24,6 +24,7 @@ from router.core.events import (
     KvEventsArrived,
     LoadReported,
     PromptVerdict,
+    Request,
     ShardAdapter,
     ShardDescription,
     ShardLoad,
@@ -204,6 +205,12 @@ def choices_from_proto(choices: list[generation_pb2.Choice]) -> tuple[ChoiceSpec
             for choice in choices
         ]
     )
+
+
+def num_image_bytes(request: Request) -> int:
+    """The size of a request's images in a frame."""
+    images: Sequence[Any] = request.images  # opaque to the core
+    return sum(image.ByteSize() for image in images)
 
 
 def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from kvloom.adapters import unknown_name
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.token_ids import are_below
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import PromptImage
 from kvloom_common.limits.byte_budget import memory_error
 from kvloom_common.limits.memory_watch import LARGE_BYTES, MemoryLevel
 from kvloom_common.models.served_model import ServedModel, adapters_by_model
+from kvloom_common.text.prompt_images import MAX_IMAGE_BYTES
 
 MAX_NAME_CHARS: Final = 256
 """The longest request id (the router's or the caller's), tenant, trace context or session key."""
@@ -36,6 +38,7 @@ class PromptChecks:
         self._max_tokens_now = max_prompt_tokens
         """The limit for the moment, which is lower while memory is short."""
         self._max_chars_now = max_prompt_tokens * MAX_CHARS_PER_TOKEN
+        self._max_image_bytes_now = MAX_IMAGE_BYTES
         self.needs_text = needs_prompt_text
 
     def on_memory_level(self, level: MemoryLevel) -> None:
@@ -43,6 +46,7 @@ class PromptChecks:
         most = (self.max_prompt_tokens * MAX_CHARS_PER_TOKEN, LARGE_BYTES, 0)[level]
         self._max_chars_now = min(most, self.max_prompt_tokens * MAX_CHARS_PER_TOKEN)
         self._max_tokens_now = min(most // CHARS_PER_TOKEN, self.max_prompt_tokens)
+        self._max_image_bytes_now = (MAX_IMAGE_BYTES, LARGE_BYTES, 0)[level]
 
     def check_tokens(
         self, token_ids: Sequence[int], model: ServedModel | None, field: str, words: Sequence[int] | None = None
@@ -64,6 +68,12 @@ class PromptChecks:
             raise invalid_argument(
                 f"{field} holds {max(words)}, but ids of this model are below {model.tokenizer.vocab_size}.", field
             )
+
+    def check_images(self, images: Iterable[PromptImage]) -> None:
+        """Refuse large images while memory is short. Raises KvloomError."""
+        most = self._max_image_bytes_now  # in ordinary times, their contents alone count (words_of)
+        if most < MAX_IMAGE_BYTES and sum(image.ByteSize() for image in images) > most:
+            raise memory_error()
 
     def check_num_chars(self, num_chars: int, field: str) -> None:
         if num_chars > self._max_chars_now:

@@ -174,10 +174,7 @@ class RequestValidator:
         if scope.access is not None:
             scope.access.check_models((name,), self._models)
         model = self._models.get(name)
-        words = token_ids
-        if wanted.images:
-            words = words_of(token_ids, wanted.images, is_trusted=scope is TRUSTED)
-            _check_images(wanted)
+        words = self._words(token_ids, wanted, is_trusted=scope is TRUSTED) if wanted.images else token_ids
         self._checks.check_tokens(token_ids, model, "prompt_token_ids", words)
         check_prompt_logprobs(sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
@@ -298,14 +295,19 @@ class RequestValidator:
                 return token_ids, wanted.text
             case "token_ids":
                 token_ids = wanted.token_ids.ids[:]
-                words = token_ids
-                if wanted.images:
-                    words = words_of(token_ids, wanted.images, is_trusted=False)
-                    _check_images(wanted)
+                words = self._words(token_ids, wanted, is_trusted=False) if wanted.images else token_ids
                 self._checks.check_tokens(token_ids, model, "token_ids.ids", words)
                 return token_ids, self._checks.screened(words, model, wanted.model)
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
+
+    def _words(self, token_ids: Sequence[int], wanted: GenerateRequest, *, is_trusted: bool) -> Sequence[int]:
+        """The tokens of a prompt with images that stand for none; see `words_of`. Raises KvloomError."""
+        self._checks.check_images(wanted.images)
+        if wanted.sampling.HasField("prompt_logprobs"):
+            field = "sampling.prompt_logprobs"
+            raise unsupported(f"{field}: the tokens of images have no log-probabilities.", field)
+        return words_of(token_ids, wanted.images, is_trusted=is_trusted)
 
     async def _predicted_token_ids(self, wanted: GenerateRequest, model: ServedModel, cache_salt: str) -> Sequence[int]:
         if wanted.sampling.predicted_token_ids:
@@ -372,13 +374,6 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
     except ValueError as error:
         field = "packed_prompt_token_ids"
         raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
-
-
-def _check_images(wanted: GenerateRequest) -> None:
-    """Raises KvloomError (UNSUPPORTED_PARAMETER)."""
-    if wanted.sampling.HasField("prompt_logprobs"):
-        field = "sampling.prompt_logprobs"
-        raise unsupported(f"{field}: the tokens of images have no log-probabilities.", field)
 
 
 def _check_choices(submit: Submit) -> None:

@@ -89,11 +89,17 @@ async def _chat_job(
         messages, originals = await masked(edge, request, messages, body.guardrails, conversation, sampling)
     window = edge.models.generation_window(model.name)
     scope, options = edge.callers.cache_scope_of(request), template_options(body)
-    images, continues = None if seen is None else seen.images, is_continued(body)
     prompt, rendered = await chat_prompt(
-        messages, plan.tools, options, model.tokenizer, window, scope=scope, is_continued=continues, images=images
+        messages,
+        plan.tools,
+        options,
+        model.tokenizer,
+        window,
+        scope=scope,
+        is_continued=is_continued(body),
+        images=None if seen is None else seen.images,
     )
-    if prompt.images and body.prompt_logprobs is not None:
+    if seen is not None and body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs: the tokens of images have no log-probabilities.", "prompt_logprobs")
     if body.truncate_prompt_tokens is not None:
         prompt = truncated(prompt, body.truncate_prompt_tokens, window, max_tokens)

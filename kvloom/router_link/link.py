@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS: Final = 0.2
 MODERATE_TIMEOUT_SECONDS: Final = 30.0
 MAX_PENDING_FRAME_PARTS: Final = 16_384
+MAX_FRAME_BYTES: Final = 8 * 2**20
+"""Submits beyond this size wait for the next frame. With one more it is far below the limit of a message."""
+BYTES_PER_TOKEN: Final = 8
+"""The usual size of a prompt's token: its id, and its text."""
 
 ConnectCall = (
     LocalStream[router_service_pb2.RouterServiceConnectResponse, router_service_pb2.RouterServiceConnectRequest]
@@ -283,10 +287,14 @@ class GrpcRouterLink:
         losses = self.identity.take_unsent() if self._connected else []
         if not (submits or cancels or losses or self._discarded):
             return None
+        if submits[1:] and (num_submits := _num_for_frame(submits)) < len(submits):
+            submits, self._submits = submits[:num_submits], submits[num_submits:]
+            cancels, self._cancels = [], cancels  # they must not overtake the rest
+            self._wake_writer()
         frame = router_service_pb2.RouterServiceConnectRequest(cancel_slots=cancels, lost=losses)
         for request, slots in submits:
             _fill(frame.submits.add(), request, slots, self._fleet)
-        if self._discarded:
+        if self._discarded and not self._submits:
             frame.discarded.extend(self._discarded)
             self._discarded.clear()
         return frame
@@ -348,6 +356,17 @@ class GrpcRouterLink:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
         self._on_fleet_change()
+
+
+def _num_for_frame(submits: Sequence[tuple[LinkRequest, Sequence[int]]]) -> int:
+    """How many of the submits, of which there are some, go into the next frame."""
+    num_bytes = 0
+    for number, (request, _) in enumerate(submits, 1):
+        num_bytes += BYTES_PER_TOKEN * len(request.prompt_token_ids)
+        num_bytes += sum(image.ByteSize() for image in request.submit.request.images)
+        if num_bytes >= MAX_FRAME_BYTES:
+            return number
+    return len(submits)
 
 
 def _fill(

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.text.token_ids import BYTES_PER_ID
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
@@ -46,8 +47,8 @@ from router.links.tokenizer_claims import TokenizerClaims
 log = structlog.get_logger()
 
 MAX_WAITING_SUBMITS: Final = 16_384
-MAX_TOKENS_PER_FRAME: Final = 1_000_000
-"""A frame of this many prompt tokens takes about 3 MB, which is far below the limit of a gRPC message."""
+MAX_FRAME_BYTES: Final = 4 * 2**20
+"""Submits beyond this size wait for the next frame. With one more it is far below the limit of a gRPC message."""
 
 ConnectCall = (
     LocalStream[shard_service_pb2.ShardServiceConnectResponse, shard_service_pb2.ShardServiceConnectRequest]
@@ -271,15 +272,17 @@ class ShardLink:
             self._writer.wake()
 
     def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest | None:
-        """Returns what waits as one frame, or None when nothing does. Submits beyond MAX_TOKENS_PER_FRAME wait for the
+        """Returns what waits as one frame, or None when nothing does. Submits beyond MAX_FRAME_BYTES wait for the
         next frame."""
         if not (self._submits or self._cancels or self._want_kv_snapshot):
             return None
-        num_submits = num_tokens = 0
+        num_submits = num_bytes = 0
         for attempt in self._submits:
-            num_tokens += len(attempt.request.prompt_token_ids)
             num_submits += 1
-            if num_tokens >= MAX_TOKENS_PER_FRAME:
+            num_bytes += BYTES_PER_ID * len(attempt.request.prompt_token_ids)
+            if attempt.request.images:
+                num_bytes += convert.num_image_bytes(attempt.request)
+            if num_bytes >= MAX_FRAME_BYTES:
                 break
         taken, self._submits = self._submits[:num_submits], self._submits[num_submits:]
         # A cancel must not overtake the submit it is for.
