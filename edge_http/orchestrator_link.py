@@ -136,8 +136,8 @@ class OrchestratorLink:
                     raise
         raise failure[0] if failure else unavailable()
 
-    async def read_file(self, owner: Owner, file_id: str) -> AsyncIterator[ReadFileResponse]:
-        """The file, then its pieces. Raises KvloomError."""
+    async def read_file(self, owner: Owner, file_id: str) -> AsyncGenerator[ReadFileResponse]:
+        """The file, then its pieces. Who does not read to the end closes it. Raises KvloomError."""
         async with self._asking() as stub:
             async for response in stub.ReadFile(
                 ReadFileRequest(owner=owner, file_id=file_id), metadata=self._metadata()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -267,11 +268,12 @@ async def _file(edge: Edge, request: web.BaseRequest, one: ImageInput, max_bytes
         message = f"{one.at}: files are stored by an orchestrator, and there is none (kvloom up --orchestrator)."
         raise unsupported(message, one.at)
     pieces, num_bytes = list[bytes](), 0
-    async for response in edge.orchestrator.read_file(owner_of(edge, request), one.file_id):
-        num_bytes += len(response.piece)
-        if num_bytes > max_bytes:
-            raise _too_large(one)
-        pieces.append(response.piece)
+    async with contextlib.aclosing(edge.orchestrator.read_file(owner_of(edge, request), one.file_id)) as responses:
+        async for response in responses:
+            num_bytes += len(response.piece)
+            if num_bytes > max_bytes:
+                raise _too_large(one)
+            pieces.append(response.piece)
     return b"".join(pieces)
 
 

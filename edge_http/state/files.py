@@ -3,6 +3,7 @@ GET /v1/files/{id}/content."""
 
 from __future__ import annotations
 
+import contextlib
 import mimetypes
 import re
 from collections.abc import AsyncIterator, Callable
@@ -164,14 +165,14 @@ async def get_content(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
     orchestrator = orchestrator_of(edge, request)
     file_id = request.path.split("/")[3][:MAX_ID_CHARS]
     with edge.admission.admit(edge.callers.caller_of(request)):
-        pieces = orchestrator.read_file(owner_of(edge, request), file_id)
-        about = msgspec.json.decode((await anext(pieces)).body)
-        response = web.StreamResponse(
-            headers={"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
-        )
-        response.content_type, response.content_length = "application/octet-stream", about["bytes"]
-        await response.prepare(request)
-        async for message in pieces:
-            await response.write(message.piece)
+        async with contextlib.aclosing(orchestrator.read_file(owner_of(edge, request), file_id)) as pieces:
+            about = msgspec.json.decode((await anext(pieces)).body)
+            response = web.StreamResponse(
+                headers={"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+            )
+            response.content_type, response.content_length = "application/octet-stream", about["bytes"]
+            await response.prepare(request)
+            async for message in pieces:
+                await response.write(message.piece)
         await response.write_eof()
     return response

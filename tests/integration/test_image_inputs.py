@@ -15,7 +15,7 @@ from PIL import Image
 
 from kvloom.v1.generation_pb2 import ImageTokens
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
-from kvloom_common.text.prompt_images import FIRST_IMAGE_ID, MAX_IMAGES
+from kvloom_common.text.prompt_images import FIRST_IMAGE_ID, MAX_IMAGE_BYTES, MAX_IMAGES
 from kvloom_common.text.tokenizer import ModelTokenizer
 from tests.fakes.edge_world import EdgeWorld, edge_world
 from tests.fakes.embedding_world import EmbeddingWorld, embedding_world, sim_engine
@@ -222,6 +222,16 @@ async def test_stored_files_are_images(world: StateWorld) -> None:
     await world.client.responses.create(model="tiny", input="And why?", previous_response_id=first.id)
     assert images_of(world) == []
     assert "[image left out" in world.prompt()
+
+
+async def test_a_stored_file_may_be_too_large_for_an_image(world: StateWorld) -> None:
+    """It is read no further than images may go, and the refusal names the field."""
+    content = png() + bytes(MAX_IMAGE_BYTES)
+    stored = (await world.client.files.create(file=("a.png", content), purpose="vision")).id
+    with pytest.raises(openai.APIStatusError) as caught:
+        await respond(world.client, stored)
+    assert caught.value.status_code == 413
+    assert "input[0].content[0]" in str(caught.value)
 
 
 async def test_a_background_response_sees_what_it_began_with(world: StateWorld) -> None:
