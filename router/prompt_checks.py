@@ -51,7 +51,8 @@ class PromptChecks:
     def check_tokens(
         self, token_ids: Sequence[int], model: ServedModel | None, field: str, words: Sequence[int] | None = None
     ) -> None:
-        """`words`: those of them that stand for no image; None: all of them. Raises KvloomError."""
+        """Refuse a prompt that is empty or too long, or whose tokens the model does not have. `words`: those that stand
+        for no image; None: all of them. Raises KvloomError."""
         words = token_ids if words is None else words
         if not token_ids:
             raise invalid_argument(f"{field} must not be empty.", field)

@@ -52,6 +52,7 @@ class InjectionWeights(msgspec.Struct, frozen=True):
 
 @functools.cache
 def injection_weights() -> InjectionWeights:
+    """Read the weights that the package brings."""
     return msgspec.json.decode(WEIGHTS.read_bytes(), type=InjectionWeights)
 
 

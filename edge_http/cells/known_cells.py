@@ -94,7 +94,7 @@ class KnownCells:
         return {cell: bool(reports) for cell, reports in self._reports.items()}
 
     def round_trips(self) -> dict[tuple[str, ...], float]:
-        """By cell, in seconds."""
+        """Return the shortest round trip to each cell that answers, in seconds."""
         found = self._reports.items()
         return {(cell,): min(min(one.round_trips) for one in reports.values()) for cell, reports in found if reports}
 

@@ -68,7 +68,8 @@ def image_rule(edge: Edge, model: ServedModel) -> ImageTokens | None:
 async def see_chat_images(
     edge: Edge, request: web.BaseRequest, messages: Sequence[Message], model: ServedModel
 ) -> SeenImages | None:
-    """None: the model sees none, or there is none. Raises KvloomError that names the field."""
+    """Read the images of a chat. Returns None if there is none, or the model sees none. Raises KvloomError that names
+    the field."""
     rule = image_rule(edge, model)
     return None if rule is None else await _seen(edge, request, list(_chat_images(messages)), rule)
 
@@ -76,7 +77,8 @@ async def see_chat_images(
 async def see_blocks(
     edge: Edge, request: web.BaseRequest, messages: Sequence[MessagesTurn], model: ServedModel
 ) -> SeenImages | None:
-    """Does the same for Messages. Raises KvloomError that names the field."""
+    """Read the images of a request to Messages. Returns None if there is none, or the model sees none. Raises
+    KvloomError that names the field."""
     rule = image_rule(edge, model)
     return None if rule is None else await _seen(edge, request, list(_block_images(messages)), rule)
 
@@ -89,8 +91,8 @@ async def see_item_images(
     num_left_out: int,
     model: ServedModel,
 ) -> tuple[Sequence[msgspec.Raw], str | Sequence[msgspec.Raw], PromptImages | None]:
-    """The items with marks for images, and the images. `num_left_out`: how many of the caller's items come before those
-    given. Raises KvloomError that names the field."""
+    """Returns the items with marks for images, and the images. `num_left_out`: how many of the caller's items come
+    before those given. Raises KvloomError that names the field."""
     rule = image_rule(edge, model)
     if rule is None:
         return earlier, given, None

@@ -86,7 +86,8 @@ class HotItems:
         await self._redis.aclose()
 
     async def copies(self, conversation: str) -> Copies:
-        """To be called before the transaction of `read`, which checks them."""
+        """Return what Redis has of a conversation. It is asked before the transaction of `read`, which checks the
+        copies."""
         found, last = list[bytes](), _BEFORE_FIRST
         for sealed in await self._asked(self._redis.lrange(self._name(conversation), 0, -1)) or ():
             if len(sealed) > _PLACE.size and _PLACE.unpack_from(sealed)[0] == last:
