@@ -115,6 +115,16 @@ async def test_with_a_secret_only_shards_of_the_fabric_are_found() -> None:
             await source.close()
 
 
+async def test_the_machine_resolves_names() -> None:
+    """A name is what users write; one that cannot be a name must not keep the others from being found."""
+    async with shard_world() as shard:
+        source = NamedShards([f"localhost:{shard.address.rpartition(':')[2]}", f"{'a' * 70}:1"])
+        with structlog.testing.capture_logs() as lines:
+            assert set(await source.list_shards()) == {"shard-0"}
+        assert [line["host"] for line in lines if line["event"] == "shard_query_failed"] == ["a" * 70]
+        await source.close()
+
+
 async def test_a_fabric_serves_without_redis(world: RouterWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Router, shards and the links of edges work where no Redis runs at all; a shard that goes loses no answer, and one
     that comes back is used again."""
