@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS: Final = 2.0
 MAX_CONNECTIONS: Final = 256
+AVOIDED_SECONDS: Final = 5.0
+"""How long an edge that does not take a connection is asked only if there is no other."""
 SILENT_SECONDS: Final = 120.0
 """A stream that sends nothing for so long, though edges keep streams alive, is lost."""
 RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504))
@@ -67,6 +70,8 @@ class Edges:
         self._trust = trust
         self._scheme = "https" if trust.has_secret else "http"
         self._turns = itertools.count()
+        self._refused_at: dict[str, float] = {}
+        """When an edge has last not taken a connection, by its address."""
         self._session: aiohttp.ClientSession | None = None
 
     async def watch(self) -> None:
@@ -110,7 +115,10 @@ class Edges:
         candidates = self._finder.candidates()
         if not candidates:
             raise EdgeAwayError("no edge is known")
-        return candidates[next(self._turns) % len(candidates)]
+        oldest = time.monotonic() - AVOIDED_SECONDS
+        self._refused_at = {one: at for one, at in self._refused_at.items() if at > oldest}
+        usable = [address for address in candidates if address not in self._refused_at] or candidates
+        return usable[next(self._turns) % len(usable)]
 
     @contextlib.asynccontextmanager
     async def _traced(
@@ -141,6 +149,8 @@ class Edges:
             async with self._session.post(url, data=body, headers={**headers, **every}, **self._tls()) as answer:
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self._refused_at[address] = time.monotonic()
             raise EdgeAwayError(f"{type(error).__name__}: {error}") from error
 
     def _tls(self) -> dict[str, Any]:
