@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
 import aiohttp
 
@@ -14,6 +16,8 @@ from kvloom_common.transport.public_addresses import public_socket, split_url
 
 FETCH_SECONDS: Final = 5.0
 """For everything, from the resolution of the name to the last byte."""
+REQUEST_SECONDS: Final = 20.0
+"""For all URLs of a request together, since they are fetched one after another."""
 MAX_FETCHES: Final = 32
 """At a time, of one edge."""
 TURN_SECONDS: Final = 2.0
@@ -32,6 +36,14 @@ class UrlFetcher:
         self._origins = frozenset(origins)
         self._turns = asyncio.Semaphore(max_fetches)
         self._turn_seconds = turn_seconds
+        self._until = math.inf
+        """When the request's time for its URLs ends, by the event loop's clock."""
+
+    def of_request(self, seconds: float = REQUEST_SECONDS) -> Self:
+        """A fetcher for the URLs of one request, which have so many seconds together from now on."""
+        of_request = copy.copy(self)
+        of_request._until = asyncio.get_running_loop().time() + seconds
+        return of_request
 
     async def fetch(self, url: str, at: str, max_bytes: int) -> tuple[bytes, str]:
         """The content, and the type that the server says. `at`: the field that has the URL, which errors name. Raises
@@ -39,10 +51,12 @@ class UrlFetcher:
         is_private = self._check(url, at)
         await self._take_turn(at)
         try:
-            async with asyncio.timeout(FETCH_SECONDS):
+            now = asyncio.get_running_loop().time()
+            async with asyncio.timeout_at(min(now + FETCH_SECONDS, self._until)):
                 return await _content(url, at, max_bytes, is_private=is_private)
         except TimeoutError as error:
-            raise invalid_argument(f"{at}: the URL has not answered within {FETCH_SECONDS:g} s.", at) from error
+            limits = f"{FETCH_SECONDS:g} s, or all of the request within {REQUEST_SECONDS:g} s"
+            raise invalid_argument(f"{at}: the URL has not answered within {limits}.", at) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             message = f"{at}: the URL cannot be reached ({type(error).__name__})."
             raise invalid_argument(message, at) from error

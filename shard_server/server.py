@@ -153,7 +153,7 @@ class ShardServer:
             self._announcer = Announcer(registry, record)
             await self._wait_for_name(self._announcer)
         else:
-            log.warning("announcement_disabled", cause="redis.url is not set")
+            log.warning("announcement_disabled", cause="redis.url is not set: only router.shards finds this shard")
         self._multiplexer = EngineMultiplexer(
             self._engine,
             self._tokenizer,

@@ -151,6 +151,7 @@ async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput]
     """Raises KvloomError, but a file of the history that cannot be read is left as it is, for the note that says so."""
     if len(files) > MAX_FILES:
         raise invalid_argument(f"{files[MAX_FILES].at}: a request has at most {MAX_FILES} files.", files[MAX_FILES].at)
+    fetcher = fetcher.of_request()
     for file in files:
         with naming(file.at, is_asked=file.is_asked):
             file.set_text(await _text_of(link, owner, file, fetcher))

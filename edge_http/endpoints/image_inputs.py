@@ -20,6 +20,7 @@ from edge_http.anthropic.requests import MessagesTurn
 from edge_http.edge import Edge
 from edge_http.endpoints.file_inputs import naming
 from edge_http.endpoints.ownership import owner_of
+from edge_http.fetching import UrlFetcher
 from edge_http.openai.requests import Message
 from edge_http.wire.image_content import ImageError, size_of
 from kvloom.conversation.earlier import asked_message
@@ -121,11 +122,11 @@ async def inline_item_images(
     items = _ImageItems(earlier, given, 0)
     if not items.images:
         return earlier, given
-    most = edge.config.max_body_bytes // 2
+    most, fetcher = edge.config.max_body_bytes // 2, edge.fetcher.of_request()
     for number, one in enumerate(reversed(items.images)):  # as they are seen
         with naming(one.at, is_asked=one.is_asked):
             _check_number(number, one)
-            content = await _content_of(edge, request, one, most)
+            content = await _content_of(edge, request, one, most, fetcher)
             url = f"{_DATA}{(await _checked(one, content))[0]};base64,{base64.b64encode(content).decode()}"
             one.part.update(image_url=url, file_id=None)
             most -= len(url)
@@ -217,10 +218,11 @@ async def _seen(
     """Raises KvloomError, but an image of the history that cannot be read is left out, and so are the oldest ones for
     which there is no room."""
     images, marks, left = PromptImages(), dict[int, str](), MAX_IMAGE_BYTES
+    fetcher = edge.fetcher.of_request()
     for number, one in enumerate(reversed(inputs)):
         with naming(one.at, is_asked=one.is_asked):
             _check_number(number, one)
-            content = await _content_of(edge, request, one, left)
+            content = await _content_of(edge, request, one, left, fetcher)
             media_type, width, height = await _checked(one, content)
             token_ids = await asyncio.to_thread(_token_ids, content, rule, width, height)
             marks[id(one.part)] = images.add(media_type, content, token_ids)
@@ -240,7 +242,9 @@ async def _checked(one: ImageInput, content: bytes) -> tuple[str, int, int]:
         raise invalid_argument(f"{one.at}: the image {error}.", one.at) from error
 
 
-async def _content_of(edge: Edge, request: web.BaseRequest, one: ImageInput, max_bytes: int) -> bytes:
+async def _content_of(
+    edge: Edge, request: web.BaseRequest, one: ImageInput, max_bytes: int, fetcher: UrlFetcher
+) -> bytes:
     """At most so many bytes. Raises KvloomError."""
     if isinstance(one.file_id, str) and one.file_id:
         content = await _file(edge, request, one, max_bytes)
@@ -249,7 +253,7 @@ async def _content_of(edge: Edge, request: web.BaseRequest, one: ImageInput, max
     elif one.url.startswith(_DATA):
         content = await asyncio.to_thread(_decoded, one)
     else:
-        content, _ = await edge.fetcher.fetch(one.url, one.at, max_bytes)
+        content, _ = await fetcher.fetch(one.url, one.at, max_bytes)
     if len(content) > max_bytes:
         raise _too_large(one)
     return content

@@ -124,6 +124,7 @@ CALLERS: Final = {
     "kvloom/transport/channel_options.py": "routers, by what the link or the SDK's user names",
     "kvloom/transport/local_client.py": "a socket of this user on this machine",
     "kvloom_common/access/key_sets.py": "jwks_url of an issuer; redirects are not followed",
+    "kvloom_common/discovery/named_shards.py": "names of router.shards, which it looks up",
     "kvloom_common/discovery/redis_client.py": "redis.url",
     "kvloom_common/metrics/server.py": "metrics.host, which it looks up to listen there",
     "kvloom_common/trust/fabric_trust.py": "processes, by sealed records or the configuration",

@@ -73,6 +73,15 @@ async def test_an_allowed_origin_is_fetched_from() -> None:
         assert asked == ["/notes.md", "/moved", "/large", "/zipped", "/none"]
 
 
+async def test_the_urls_of_a_request_have_one_time_together() -> None:
+    """They are fetched one after another: a request with many slow ones would keep its place for minutes."""
+    async with site() as (origin, asked):
+        fetcher = UrlFetcher([origin]).of_request(seconds=0.05)
+        assert "within" in await refused(fetcher, f"{origin}/slow")
+        assert "within" in await refused(fetcher, f"{origin}/notes.md")
+        assert asked == ["/slow"]
+
+
 async def test_slow_urls_are_no_fault_of_another() -> None:
     """One that has no turn may be asked for again. An image of the history would else be left out without a word."""
     async with site() as (origin, asked):
