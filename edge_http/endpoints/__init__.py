@@ -23,6 +23,7 @@ shortening.py  conversations that are too long for the model's window
 summarizing.py  sums up what was left out of them
 compacting.py  POST /v1/responses/compact, and conversations that are compacted before they are continued
 background.py  background responses
+input_parts.py  files and images in what requests say, with their places
 file_inputs.py  files that requests give to the model, as their texts
 image_inputs.py  images that requests show to the model
 ownership.py   who owns stored objects

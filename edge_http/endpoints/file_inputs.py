@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from edge_http.anthropic.blocks import DocumentBlock, DocumentSource, ToolResultBlock
+from edge_http.anthropic.blocks import DocumentBlock, DocumentSource
 from edge_http.anthropic.requests import MessagesTurn
+from edge_http.endpoints.input_parts import FoundPart, ItemParts, blocks_with_source, chat_parts
 from edge_http.fetching import UrlFetcher
 from edge_http.openai.requests import Message
 from edge_http.orchestrator_link import OrchestratorLink
-from kvloom.conversation.earlier import asked_message
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.orchestrator_service_pb2 import Owner
@@ -35,7 +35,7 @@ _OF_CALLER: Final = (
     ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
     ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER,
 )
-_INPUT_FILE: Final = "input_file"
+_ITEM_KINDS: Final = ("input_file",)
 
 
 class FileInput(NamedTuple):
@@ -57,16 +57,12 @@ async def read_chat_files(
 
 
 def _chat_files(messages: Sequence[Message]) -> Iterator[FileInput]:
-    asked = asked_message([message.role for message in messages])
-    for number, message in enumerate(messages):
-        for i, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type != "file":
-                continue
+    for part, at, is_asked in chat_parts(messages, "file"):
 
-            def set_text(text: str, part: Any = part) -> None:
-                part.type, part.text = "text", text
+        def set_text(text: str, part: Any = part) -> None:
+            part.type, part.text = "text", text
 
-            yield FileInput(f"messages[{number}].content[{i}].file", number == asked, part.file or {}, set_text)
+        yield FileInput(at, is_asked, part.file or {}, set_text)
 
 
 async def read_documents(
@@ -77,16 +73,8 @@ async def read_documents(
 
 
 def _documents(messages: Sequence[MessagesTurn]) -> Iterator[FileInput]:
-    asked = asked_message([message.role for message in messages])
-    for number, message in enumerate(messages):
-        for i, block in enumerate(message.content if isinstance(message.content, list) else ()):
-            at = f"messages[{number}].content[{i}]"
-            if isinstance(block, DocumentBlock):
-                yield from _document(block, f"{at}.source", is_asked=number == asked)
-            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-                for j, part in enumerate(block.content):
-                    if isinstance(part, DocumentBlock):
-                        yield from _document(part, f"{at}.content[{j}].source", is_asked=False)
+    for block, at, is_asked in blocks_with_source(messages, DocumentBlock):
+        yield from _document(block, at, is_asked=is_asked)
 
 
 def _document(block: DocumentBlock, at: str, *, is_asked: bool) -> Iterator[FileInput]:
@@ -111,44 +99,27 @@ async def read_item_files(
 ) -> tuple[list[msgspec.Raw], str | list[msgspec.Raw]]:
     """The items with the texts of files in them; the same ones if there are no files. Raises KvloomError that
     names the field."""
-    items = [*earlier, *(() if isinstance(given, str) else given)]
-    decoded = {n: item for n, raw in enumerate(items) if (item := _with_files(raw)) is not None}
-    if not decoded:
+    items = ItemParts(earlier, given, _ITEM_KINDS)
+    if not items.parts:
         return earlier, given
-    roles = [str(msgspec.json.decode(raw, type=_Role).role or "") for raw in items]
-    asked = None if isinstance(given, str) else asked_message(roles)
-    files = list[FileInput]()
-    for number, item in decoded.items():
-        name = "content" if isinstance(item.get("content"), list) else "output"
-        for i, part in enumerate(item.get(name) or ()):
-            if isinstance(part, dict) and part.get("type") == _INPUT_FILE:
-
-                def set_text(text: str, part: dict[str, Any] = part) -> None:
-                    part.clear()
-                    part.update(type="input_text", text=text)
-
-                at = f"input[{number - len(earlier)}].{name}[{i}]"
-                files.append(FileInput(at, number == asked, dict(part), set_text))
-    await _read(link, owner, files, fetcher)
-    for number, item in decoded.items():
-        items[number] = msgspec.Raw(msgspec.json.encode(item))
-    return items[: len(earlier)], given if isinstance(given, str) else items[len(earlier) :]
+    await _read(link, owner, list(_item_files(items.parts)), fetcher)
+    return items.encoded()
 
 
-class _Role(msgspec.Struct):
-    role: Any = None
+def _item_files(parts: Sequence[FoundPart]) -> Iterator[FileInput]:
+    for part, at, is_asked in parts:
 
+        def set_text(text: str, part: Any = part) -> None:
+            part.clear()
+            part.update(type="input_text", text=text)
 
-def _with_files(raw: msgspec.Raw) -> dict[str, Any] | None:
-    """The item, if it has files; most have none, and are not decoded."""
-    if _INPUT_FILE.encode() not in bytes(raw):
-        return None
-    item = msgspec.json.decode(raw)
-    return item if isinstance(item, dict) and isinstance(item.get("content", item.get("output")), list) else None
+        yield FileInput(at, is_asked, dict(part), set_text)
 
 
 async def _read(link: OrchestratorLink, owner: Owner, files: Sequence[FileInput], fetcher: UrlFetcher) -> None:
     """Raises KvloomError, but a file of the history that cannot be read is left as it is, for the note that says so."""
+    if not files:
+        return
     if len(files) > MAX_FILES:
         raise invalid_argument(f"{files[MAX_FILES].at}: a request has at most {MAX_FILES} files.", files[MAX_FILES].at)
     fetcher = fetcher.of_request()

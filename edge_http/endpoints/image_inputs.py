@@ -9,21 +9,21 @@ import base64
 import binascii
 import contextlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
 
-from edge_http.anthropic.blocks import ImageBlock, ToolResultBlock
+from edge_http.anthropic.blocks import ImageBlock
 from edge_http.anthropic.requests import MessagesTurn
 from edge_http.edge import Edge
 from edge_http.endpoints.file_inputs import naming
+from edge_http.endpoints.input_parts import FoundPart, ItemParts, blocks_with_source, chat_parts
 from edge_http.endpoints.ownership import owner_of
 from edge_http.fetching import UrlFetcher
 from edge_http.openai.requests import Message
 from edge_http.wire.image_content import ImageError, size_of
-from kvloom.conversation.earlier import asked_message
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import ImageTokens
@@ -97,14 +97,14 @@ async def see_item_images(
     rule = image_rule(edge, model)
     if rule is None:
         return earlier, given, None
-    items = _ImageItems(earlier, given, num_left_out)
-    seen = await _seen(edge, request, items.images, rule)
+    items = ItemParts(earlier, given, _ITEM_KINDS, num_left_out)
+    seen = await _seen(edge, request, _item_images(items.parts), rule)
     if seen is None:
         return earlier, given, None
-    for one in items.images:
-        if mark := seen.marks.get(id(one.part)):
-            one.part.clear()
-            one.part.update(type="input_text", text=mark)
+    for part, _, _ in items.parts:
+        if mark := seen.marks.get(id(part)):
+            part.clear()
+            part.update(type="input_text", text=mark)
     return *items.encoded(), seen.images
 
 
@@ -119,11 +119,11 @@ async def inline_item_images(
     is generated. Raises KvloomError that names the field."""
     if image_rule(edge, model) is None:
         return earlier, given
-    items = _ImageItems(earlier, given, 0)
-    if not items.images:
+    items = ItemParts(earlier, given, _ITEM_KINDS)
+    if not items.parts:
         return earlier, given
     most, fetcher = edge.config.max_body_bytes // 2, edge.fetcher.of_request()
-    for number, one in enumerate(reversed(items.images)):  # as they are seen
+    for number, one in enumerate(reversed(_item_images(items.parts))):  # as they are seen
         with naming(one.at, is_asked=one.is_asked):
             _check_number(number, one)
             content = await _content_of(edge, request, one, most, fetcher)
@@ -133,83 +133,22 @@ async def inline_item_images(
     return items.encoded()
 
 
-class _ImageItems:
-    """The items of a response, of which those are decoded that have images."""
-
-    def __init__(self, earlier: Sequence[msgspec.Raw], given: str | Sequence[msgspec.Raw], num_left_out: int) -> None:
-        self._given = given
-        self._num_earlier = len(earlier)
-        self._items = [*earlier, *(() if isinstance(given, str) else given)]
-        self._decoded = {n: item for n, raw in enumerate(self._items) if (item := _with_images(raw)) is not None}
-        self.images: list[ImageInput] = []
-        if not self._decoded:
-            return
-        roles = [str(msgspec.json.decode(raw, type=_Role).role or "") for raw in self._items]
-        asked = None if isinstance(given, str) else asked_message(roles)
-        for number, item in self._decoded.items():
-            at = f"input[{number - len(earlier) + num_left_out}]"
-            self.images += _item_images(item, at, is_asked=number == asked)
-
-    def encoded(self) -> tuple[list[msgspec.Raw], str | list[msgspec.Raw]]:
-        """Returns the earlier items and the given ones, with what has become of their images."""
-        items = list(self._items)
-        for number, item in self._decoded.items():
-            items[number] = msgspec.Raw(msgspec.json.encode(item))
-        return items[: self._num_earlier], (self._given if isinstance(self._given, str) else items[self._num_earlier :])
-
-
-class _Role(msgspec.Struct):
-    role: Any = None
-
-
-def _with_images(raw: msgspec.Raw) -> dict[str, Any] | None:
-    """The item, if it has images; most have none, and are not decoded."""
-    encoded = bytes(raw)
-    if not any(kind.encode() in encoded for kind in _ITEM_KINDS):
-        return None
-    item = msgspec.json.decode(encoded)
-    return item if isinstance(item, dict) else None
-
-
-def _item_images(item: Mapping[str, Any], at: str, *, is_asked: bool) -> Iterator[ImageInput]:
-    for name in ("content", "output"):
-        parts = item.get(name)
-        places = [(f"{at}.{name}", parts)] if isinstance(parts, dict) else []
-        if isinstance(parts, list):
-            places = [(f"{at}.{name}[{i}]", part) for i, part in enumerate(parts)]
-        for place, part in places:
-            if isinstance(part, dict) and part.get("type") in _ITEM_KINDS:
-                yield ImageInput(part, place, is_asked, part.get("image_url"), part.get("file_id"))
+def _item_images(parts: Sequence[FoundPart]) -> list[ImageInput]:
+    return [ImageInput(*found, found.part.get("image_url"), found.part.get("file_id")) for found in parts]
 
 
 def _chat_images(messages: Sequence[Message]) -> Iterator[ImageInput]:
-    asked = asked_message([message.role for message in messages])
-    for number, message in enumerate(messages):
-        for i, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type == "image_url":
-                given = part.image_url
-                url = given.get("url") if isinstance(given, dict) else given
-                yield ImageInput(part, f"messages[{number}].content[{i}].image_url", number == asked, url)
+    for found in chat_parts(messages, "image_url"):
+        given = found.part.image_url
+        yield ImageInput(*found, given.get("url") if isinstance(given, dict) else given)
 
 
 def _block_images(messages: Sequence[MessagesTurn]) -> Iterator[ImageInput]:
-    asked = asked_message([message.role for message in messages])
-    for number, message in enumerate(messages):
-        for i, block in enumerate(message.content if isinstance(message.content, list) else ()):
-            at = f"messages[{number}].content[{i}]"
-            if isinstance(block, ImageBlock):
-                yield _block_image(block, f"{at}.source", is_asked=number == asked)
-            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-                for j, part in enumerate(block.content):
-                    if isinstance(part, ImageBlock):
-                        yield _block_image(part, f"{at}.content[{j}].source", is_asked=False)
-
-
-def _block_image(block: ImageBlock, at: str, *, is_asked: bool) -> ImageInput:
-    source = block.source if isinstance(block.source, dict) else {}
-    data = source.get("data")
-    url = source.get("url") if data is None else f"{_DATA};base64,{data}"
-    return ImageInput(block, at, is_asked, url, source.get("file_id"))
+    for found in blocks_with_source(messages, ImageBlock):
+        source = found.part.source if isinstance(found.part.source, dict) else {}
+        data = source.get("data")
+        url = source.get("url") if data is None else f"{_DATA};base64,{data}"
+        yield ImageInput(*found, url, source.get("file_id"))
 
 
 async def _seen(
@@ -217,6 +156,8 @@ async def _seen(
 ) -> SeenImages | None:
     """Raises KvloomError, but an image of the history that cannot be read is left out, and so are the oldest ones for
     which there is no room."""
+    if not inputs:
+        return None
     images, marks, left = PromptImages(), dict[int, str](), MAX_IMAGE_BYTES
     fetcher = edge.fetcher.of_request()
     for number, one in enumerate(reversed(inputs)):
