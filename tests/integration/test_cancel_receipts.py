@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 PROMPT = [1000, 1001, 1002, 1000, 1001, 1002, 1000, 1001]
 MAX_TOKENS = 400
+STEP_SECONDS = 0.04
+"""The least time of a step of the torch engine, so that a cancel arrives within two of them on busy cores."""
 NUM_DRAFTS = {"sim": 0, "torch": 0, "torch with speculation": 3}
 
 
@@ -35,14 +38,26 @@ async def world(
     tokenizer: ModelTokenizer,
     model_dir: Path,
     load_runner: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[FailoverWorld]:
+    def load_slow_runner(*args: Any, **options: Any) -> Any:
+        runner = load_runner(*args, **options)
+        run = runner.run
+
+        def run_slowly(batch: Any) -> Any:
+            time.sleep(STEP_SECONDS)  # sleep: what a step takes
+            return run(batch)
+
+        monkeypatch.setattr(runner, "run", run_slowly)
+        return runner
+
     torch = TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=NUM_DRAFTS[request.param]))
     config = ShardConfig(sim=SimConfig(step_ms=80.0), num_blocks=512, torch=torch)
     engine: Engine
     if request.param == "sim":
         engine = SimEngine(MODEL, config, tokenizer.vocab_size)
     else:
-        engine = TorchEngine(model_dir, MODEL, config, load_runner=load_runner)
+        engine = TorchEngine(model_dir, MODEL, config, load_runner=load_slow_runner)
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
         await started.add_shard("shard-0", engine, config)
